@@ -94,6 +94,8 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(ranks):
     os.close(reader)
     command = [sys.executable, "-c", UNREAD, str(ranks)]
     late = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written at the end only
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=late, timeout=120, check=False, text=True)
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, env=late, timeout=120, check=False, text=True
+    )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")
