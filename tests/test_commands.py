@@ -69,3 +69,33 @@ def test_records_go_to_the_current_folder(in_tmp):
     (written,) = in_tmp.rglob("*.jsonl")
     assert written.relative_to(in_tmp).parts[:2] == ("runs", "results")
     assert json.loads(written.read_text().splitlines()[0])["benchmark"] == "mixed_precision"
+
+
+UNREAD = """
+import click
+from cs336_systems.comm.launch import start_ranks
+from cs336_systems.host import console
+def work(place, out):
+    out(place)
+def one(place):
+    print("no more")
+@click.command()
+@click.argument("ranks", type=int)
+def main(ranks):
+    say = (lambda place: console.console().print(place)) if ranks == 2 else one
+    start_ranks(work, "cpu", ranks, say)
+raise SystemExit(console.run_command(main))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_output_that_nobody_reads_ends_a_command_without_a_word(ranks):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", UNREAD, str(ranks)]
+    late = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written at the end only
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, env=late, timeout=120, check=False, text=True
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")

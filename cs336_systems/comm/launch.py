@@ -4,6 +4,7 @@ CPU ranks are forked, which takes a tenth of a second but needs a parent that ha
 nor CUDA survive a fork. CUDA ranks are spawned.
 """
 
+import errno
 import math
 import os
 import signal
@@ -32,6 +33,7 @@ from cs336_systems.host.machine import allowed_cores
 GRACE = 5.0  # seconds that the other ranks get to report the cause after one has failed
 SAME_SIGNAL = 1.0  # seconds in which a second SIGTERM counts as the first: schedulers may signal the whole group
 PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM by default
+UNREAD = 141  # exit status of a rank whose output nobody reads any more, as of a process that SIGPIPE ended
 TURN = 0.1  # seconds between two looks whether SIGTERM came
 
 Worker = Callable[..., None]  # worker(place, *arguments)
@@ -49,6 +51,8 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
         os._exit(2)
     except KeyboardInterrupt:
         os._exit(130)
+    except BrokenPipeError:
+        os._exit(UNREAD)
     except BaseException:
         report.write_text(traceback.format_exc())
         os._exit(1)
@@ -58,7 +62,8 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     """Run `worker(place, *arguments)` in `nproc` processes and wait for all. A CPU rank has cores / nproc threads.
 
     SIGTERM is passed on to the ranks, which are killed unless they end within `patience` seconds. The first failure
-    stops the other ranks. Raises UserError with its line, RuntimeError with its traceback, or KeyboardInterrupt.
+    stops the other ranks. Raises UserError with its line, RuntimeError with its traceback,
+    BrokenPipeError, or KeyboardInterrupt.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
@@ -82,6 +87,8 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 for process in processes:
                     stop(process)
                 _join(processes, time.monotonic() + 2)
+        if UNREAD in [process.exitcode for process in processes]:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads the output of the ranks any more")
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
             code: int = processes[failed].exitcode

@@ -1,6 +1,8 @@
 """Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
 
+import errno
 import math
+import os
 import sys
 import time
 import warnings
@@ -43,6 +45,10 @@ class LiteralConsole(Console):
         for bar in others:
             bar.start()
 
+    def on_broken_pipe(self) -> None:
+        """See rich, which would end the process: `run_command` does, and a rank tells the process that started it."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """See rich; whatever is printed passes here."""
         if isinstance(renderable, Table) and renderable.columns and renderable.show_header:
@@ -60,7 +66,7 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
     that it is about; control characters in them are shown, and what the terminal or pipe cannot encode as Python writes
-    it. Returns the exit status: 0, 2, or 130 for ^C."""
+    it. Returns the exit status: 0, 2, 130 for ^C, or 1 without a word if nobody reads stdout any more (`| head`)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -68,9 +74,13 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:
         command.main(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # click handles those that come inside of the command
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python may flush at its end
+        return 1
     except (click.ClickException, UserError) as error:
         usage = " ".join(error.format_message().split()) if isinstance(error, click.ClickException) else None
         print("error:", printable(usage or str(error), keep="\n"), file=sys.stderr)
@@ -85,6 +95,8 @@ def os_errors(doing: str, advice: str = "") -> Iterator[None]:
     """Raise UserError for an OSError inside the block: `cannot write FILE: No space left on device`, and advice."""
     try:
         yield
+    except BrokenPipeError:  # of the output, not of what is done here
+        raise
     except OSError as error:
         raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
 
