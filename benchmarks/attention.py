@@ -120,11 +120,11 @@ def hold(session: Session, task: AttentionTask) -> None:
     contest, playing, seconds = Contest(session.clock), [], seconds_of(session, task)
     inputs = None
     for name in names_for(session, task.grid):
-        if objection := session.patience.objection(f"{name} {task.dtype}", seconds):
-            session.note(f"{name} left out, too slow for --patience", f"{task}, {objection}")
-        elif (need := peak_bytes(name, task)) > session.usable:
+        if (need := peak_bytes(name, task)) > session.usable:
             reason = f"needs {format_bytes(need)}, {format_bytes(session.usable)} usable"
             contest.refusals[name] = Refusal("out-of-memory", reason)
+        elif objection := session.patience.objection(f"{name} {task.dtype}", seconds):
+            session.note(f"{name} left out, too slow for --patience", f"{task}, {objection}")
         else:
             try:
                 inputs = inputs or Inputs(task, session.device)

@@ -1,0 +1,1 @@
+"""Plumbing that several questions share: measuring, records, tables and pictures."""
