@@ -18,7 +18,6 @@ from rich.table import Table
 
 from benchmarks.lib.catalogue import EDITIONS, Benchmark
 from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, log_of, measure_all, skipped
-from benchmarks.records import results_folder
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds
@@ -94,7 +93,7 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
     if settings.edition == "gpu" and not (has_gpu or settings.smoke or settings.list):
         raise UserError("--edition gpu needs a CUDA device, and torch finds none here; --smoke shows that it works")
     runs, device = chosen(settings), torch.device("cuda" if has_gpu else "cpu")
-    results = results_folder(settings.results, settings.machine, device).resolve()
+    results = settings.records_folder(device).resolve()
     journal = Journal(results, environment(device, settings.commit))
     plan(runs, settings, journal)
     if settings.list:

@@ -138,7 +138,7 @@ def hold(session: Session, task: AttentionTask) -> None:
     for name in CANDIDATES:
         for what in passes(session, task):
             if name in contest.entries:
-                session.keep(measured(session, contest, name, task, what))
+                session.recorder.keep(measured(session, contest, name, task, what))
             elif name in contest.refusals:
                 config, predicted = configure(name, task, what), predict(session, task, name, what)
                 session.refused(name, contest.refusals[name], config, predicted)

@@ -121,7 +121,7 @@ def hold(session: Session, task: FusedTask) -> None:
         contest.play(session.patience.rounds(playing, seconds, session.settings.rounds or ROUNDS))
     for name in (*kernel.candidates, kernel.floor):
         if name in contest.entries:
-            session.keep(measured(session, contest, name, task))
+            session.recorder.keep(measured(session, contest, name, task))
         elif name in contest.refusals:
             session.refused(name, contest.refusals[name], configure(name, task), predict(session, task, name))
 

@@ -118,7 +118,7 @@ def hold(session: Session, shape: Shape) -> None:
         config = {"candidate": name, "pass": shape.what, "rows": shape.rows, "columns": shape.columns}
         config |= {"dtype": shape.dtype}
         if name in contest.entries:
-            session.keep(measured(session, contest, name, shape, config, predicted))
+            session.recorder.keep(measured(session, contest, name, shape, config, predicted))
         elif name in contest.refusals:
             session.refused(name, contest.refusals[name], config, predicted)
 

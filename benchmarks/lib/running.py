@@ -17,6 +17,7 @@ import click
 import torch
 
 from benchmarks.lib.catalogue import EDITIONS, Benchmark, Edition
+from benchmarks.lib.options import RecordOptions
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_seconds, os_errors, setting
 from cs336_systems.host.text import printable, regular, strict_json
@@ -34,7 +35,7 @@ LAST_LINES = 15  # of the output of a benchmark that went wrong
 
 
 @dataclass(frozen=True)
-class AllSettings:
+class AllSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     list: bool = setting(False, "Only show what would be measured, and how long it takes.")
@@ -47,9 +48,6 @@ class AllSettings:
     edition: Edition | None = setting(None, "Kind of machine.  [default: gpu if there is one]")
     logs: Path = setting(Path("runs/all"), "Folder of the benchmarks' output.")
     pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: every benchmark with --smoke, on a CPU too, no record.")
 
     @property
