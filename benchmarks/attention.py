@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from benchmarks.attention_candidates import (
+from benchmarks.harness import summarise, suspicions
+from benchmarks.lib.attention_candidates import (
     BACKWARD,
     BOTH,
     CANDIDATES,
@@ -20,9 +21,8 @@ from benchmarks.attention_candidates import (
     peak_bytes,
     prepare,
 )
-from benchmarks.contest import OURS, Contest, Refusal, refuse
-from benchmarks.harness import summarise, suspicions
-from benchmarks.kernel_run import (
+from benchmarks.lib.contest import OURS, Contest, Refusal, refuse
+from benchmarks.lib.kernel_run import (
     DtypeName,
     KernelSettings,
     Session,

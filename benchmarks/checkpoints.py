@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from benchmarks.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.checkpoint_tables import checkpoint_sheet
 from benchmarks.harness import noise, ratios, summarise
+from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
-from benchmarks.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
-from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError

@@ -10,9 +10,9 @@ import torch
 from rich.table import Table
 
 from benchmarks.gate import check
-from benchmarks.plan import Bench, PassSettings, make_bench, peak_of
+from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
+from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
-from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts, require_fit
 from cs336_systems.errors import UserError

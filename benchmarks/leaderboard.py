@@ -14,13 +14,13 @@ import click
 import torch
 
 from benchmarks.attention import LEADERBOARD
-from benchmarks.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
-from benchmarks.contest import OURS, UnavailableError, compiled, format_ms, ran_out
 from benchmarks.harness import summarise, suspicions
-from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
+from benchmarks.lib.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
+from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
+from benchmarks.lib.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
 from benchmarks.lib.options import RecordOptions
-from benchmarks.plan import measure_once
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.lib.plan import measure_once
+from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

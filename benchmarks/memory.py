@@ -17,13 +17,13 @@ import click
 import torch
 from click.core import ParameterSource
 
+from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.residuals import model_residuals
+from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+from benchmarks.lib.workload import Case, Workload
 from benchmarks.memory_tables import sheets
-from benchmarks.model_options import ModelOptions, model_config
-from benchmarks.plan import Bench, PassSettings, make_bench
 from benchmarks.records import Record
-from benchmarks.residuals import model_residuals
-from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
-from benchmarks.workload import Case, Workload
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError

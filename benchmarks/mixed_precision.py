@@ -13,8 +13,7 @@ import click
 import torch
 from rich.table import Table
 
-from benchmarks.lib.options import RecordOptions
-from benchmarks.mixed_precision_parts import (
+from benchmarks.lib.mixed_precision_parts import (
     DTYPES,
     PARAMETERS,
     PROBES,
@@ -25,6 +24,7 @@ from benchmarks.mixed_precision_parts import (
     Parts,
     documented_for_cuda,
 )
+from benchmarks.lib.options import RecordOptions
 from benchmarks.records import Record
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import interleave, noise, ratios, summarise
+from benchmarks.lib.turns import Advance
 from benchmarks.moe_layer_run import DEVICE, ITEM, Bench, Way
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
-from benchmarks.turns import Advance
 from cs336_systems.comm import Event, all_reduce, record
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.model.routing import gate

@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
 from benchmarks.lib.options import RecordOptions
-from benchmarks.peers import Build
+from benchmarks.lib.peers import Build
+from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
 from benchmarks.records import Record
-from benchmarks.turns import UNTIMED, Arena, Turns, check
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks

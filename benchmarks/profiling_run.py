@@ -17,12 +17,12 @@ import torch
 from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
-from benchmarks.model_options import ModelOptions
-from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.profiling_pictures import leave_pictures, memory_snapshot
-from benchmarks.profiling_record import beside_measured, make_record, predicted
-from benchmarks.turns import ADAMW, check
-from benchmarks.workload import Case, compile_model
+from benchmarks.lib.model_options import ModelOptions
+from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
+from benchmarks.lib.profiling_pictures import leave_pictures, memory_snapshot
+from benchmarks.lib.profiling_record import beside_measured, make_record, predicted
+from benchmarks.lib.turns import ADAMW, check
+from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend

@@ -9,10 +9,10 @@ from benchmarks.checkpoint_tables import checkpoint_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
+from benchmarks.lib.plan import PassSettings
 from benchmarks.long_context import context_tables
 from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
-from benchmarks.plan import PassSettings
 from benchmarks.records import RESULTS, Record, read_records, shown
 from benchmarks.scaling_show import scaling_tables
 from cs336_systems.errors import UserError

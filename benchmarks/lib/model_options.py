@@ -7,7 +7,7 @@ import click
 import torch
 
 from benchmarks.lib.options import RecordOptions
-from benchmarks.workload import Case
+from benchmarks.lib.workload import Case
 from cs336_systems.host.console import setting
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Precision, Recompute, preset
 

@@ -11,10 +11,10 @@ import click
 import torch
 from rich.table import Table
 
-from benchmarks.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.harness import WrongResultError
+from benchmarks.lib.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.lib.options import Recorder, RecordOptions
-from benchmarks.plan import measure_once
+from benchmarks.lib.plan import measure_once
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError

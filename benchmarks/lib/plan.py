@@ -8,9 +8,9 @@ import click
 import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
-from benchmarks.model_options import ModelOptions, model_config
+from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.workload import PHASES, Case
 from benchmarks.records import Record
-from benchmarks.workload import PHASES, Case
 from cs336_systems.cost import (
     Hardware,
     Mode,
