@@ -20,7 +20,7 @@ from benchmarks.collective import (
     size_name,
     work,
 )
-from benchmarks.records import Record, open_records, read_records, results_folder
+from benchmarks.records import Record, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
@@ -93,8 +93,7 @@ def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Pat
     for device, backend in combinations(settings):
         paths = [scratch]
         if here.rank == 0 and not settings.smoke:
-            folder = results_folder(settings.results, settings.machine, torch.device(device))
-            paths.append(open_records(folder, "allreduce"))
+            paths.append(open_records(settings.records_folder(torch.device(device)), "allreduce"))
         job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
         for place in todo:
             if reason := cannot(backend, place):

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from benchmarks.attention_candidates import (
+from benchmarks.harness import summarise, suspicions
+from benchmarks.lib.attention_candidates import (
     BACKWARD,
     BOTH,
     CANDIDATES,
@@ -20,9 +21,8 @@ from benchmarks.attention_candidates import (
     peak_bytes,
     prepare,
 )
-from benchmarks.contest import OURS, Contest, Refusal, refuse
-from benchmarks.harness import summarise, suspicions
-from benchmarks.kernel_run import (
+from benchmarks.lib.contest import OURS, Contest, Refusal, refuse
+from benchmarks.lib.kernel_run import (
     DtypeName,
     KernelSettings,
     Session,
@@ -120,11 +120,11 @@ def hold(session: Session, task: AttentionTask) -> None:
     contest, playing, seconds = Contest(session.clock), [], seconds_of(session, task)
     inputs = None
     for name in names_for(session, task.grid):
-        if objection := session.patience.objection(f"{name} {task.dtype}", seconds):
-            session.note(f"{name} left out, too slow for --patience", f"{task}, {objection}")
-        elif (need := peak_bytes(name, task)) > session.usable:
+        if (need := peak_bytes(name, task)) > session.usable:
             reason = f"needs {format_bytes(need)}, {format_bytes(session.usable)} usable"
             contest.refusals[name] = Refusal("out-of-memory", reason)
+        elif objection := session.patience.objection(f"{name} {task.dtype}", seconds):
+            session.note(f"{name} left out, too slow for --patience", f"{task}, {objection}")
         else:
             try:
                 inputs = inputs or Inputs(task, session.device)
@@ -138,7 +138,7 @@ def hold(session: Session, task: AttentionTask) -> None:
     for name in CANDIDATES:
         for what in passes(session, task):
             if name in contest.entries:
-                session.keep(measured(session, contest, name, task, what))
+                session.recorder.keep(measured(session, contest, name, task, what))
             elif name in contest.refusals:
                 config, predicted = configure(name, task, what), predict(session, task, name, what)
                 session.refused(name, contest.refusals[name], config, predicted)

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from benchmarks.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.checkpoint_tables import checkpoint_sheet
 from benchmarks.harness import noise, ratios, summarise
+from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
-from benchmarks.records import Record, append_record, appended
+from benchmarks.records import Record
 from cs336_systems.comm import Place, agree, all_reduce, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.host import console
@@ -107,11 +107,9 @@ def work(place: Place, settings: CheckpointSettings) -> None:
         records = measured(Bench(recipe, group, device, folder), settings, stamp)
         if group.rank() == 0:
             console.console().print(checkpoint_sheet(records).table())
-            if not settings.smoke:
-                path = settings.folder(device) / "checkpoints.jsonl"
-                for record in records:
-                    append_record(record, path)
-                print(appended(len(records), path))
+            recorder = settings.recorder("checkpoints", device)
+            recorder.keep(*records)
+            recorder.tell()
         agree("measured", "", group)  # the folder goes now
 
 

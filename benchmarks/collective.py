@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import WrongResultError, noise, require_close, summarise
+from benchmarks.lib.options import RecordOptions
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record, require_written
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
@@ -37,7 +38,7 @@ Advance = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class AllReduceSettings:
+class AllReduceSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Where the tensors are.  [default: cpu, and cuda if there]")
@@ -54,10 +55,6 @@ class AllReduceSettings:
     link: str | None = setting(
         None, "What joins the ranks, in words for the record, where this machine's own links do not."
     )
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: 2 ranks, small, no record.")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
-from benchmarks.plan import Bench, PassSettings, make_bench
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
-from benchmarks.workload import PHASES, Case, Workload
+from benchmarks.lib.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.workload import PHASES, Case, Workload
+from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
@@ -106,15 +106,12 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     for name, case in cases.items():
         seq = case.config.context_length
         require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.needs, usable)
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke else open_records(folder, "compare")
+    recorder = settings.recorder("compare", device)
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
     records = compare(benches, cases, mode)
     show(records)
-    if path:
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
+    recorder.keep(*records)
+    recorder.tell()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import click
 from rich.table import Table
 
 from benchmarks.harness import noise, ratios, summarise
+from benchmarks.lib.peers import ALONE, TORCH_DDP, ddp_candidates
+from benchmarks.lib.turns import Turns
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
-from benchmarks.peers import ALONE, TORCH_DDP, ddp_candidates
 from benchmarks.records import Record
-from benchmarks.turns import Turns
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.closed_forms import exposed_seconds

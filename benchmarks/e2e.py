@@ -10,9 +10,9 @@ import torch
 from rich.table import Table
 
 from benchmarks.gate import check
-from benchmarks.plan import Bench, PassSettings, make_bench, peak_of
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
-from benchmarks.workload import PHASES, Case, Workload
+from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
+from benchmarks.lib.workload import PHASES, Case, Workload
+from benchmarks.records import Record
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts, require_fit
 from cs336_systems.errors import UserError
@@ -139,22 +139,17 @@ def run(settings: PassSettings) -> list[Record]:
         case = cases[settings.size]
         seq = case.config.context_length
         require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke else open_records(folder, "e2e")
+    recorder = settings.recorder("e2e", device)
     bench = make_bench(settings, device, usable)
     total = sum(show_plan(bench, size, case) for size, case in cases.items())
     if settings.all_sizes:
         print(f"all sizes: about {format_seconds(total)} to measure, building apart")
-    records: list[Record] = []
     for size, case in cases.items():
         for record in measure_size(bench, size, case):
-            records.append(record)
-            if path:
-                append_record(record, path)
-    show_records(records, bench.hardware)
-    if path:
-        print(appended(len(records), path))
-    return records
+            recorder.keep(record)
+    show_records(recorder.records, bench.hardware)
+    recorder.tell()
+    return recorder.records
 
 
 @click.command()

@@ -9,11 +9,11 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.contest import OURS, Contest, Refusal, format_ms, refuse
-from benchmarks.fused_candidates import KERNELS, prepare, prepare_floor
-from benchmarks.fused_rows import FusedTask
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
-from benchmarks.kernel_run import (
+from benchmarks.lib.contest import OURS, Contest, Refusal, format_ms, refuse
+from benchmarks.lib.fused_candidates import KERNELS, prepare, prepare_floor
+from benchmarks.lib.fused_rows import FusedTask
+from benchmarks.lib.kernel_run import (
     KernelSettings,
     Session,
     check_interpreted,
@@ -22,7 +22,7 @@ from benchmarks.kernel_run import (
     show_table,
     time_cells,
 )
-from benchmarks.norm_candidates import BOTH
+from benchmarks.lib.norm_candidates import BOTH
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, setting
@@ -121,7 +121,7 @@ def hold(session: Session, task: FusedTask) -> None:
         contest.play(session.patience.rounds(playing, seconds, session.settings.rounds or ROUNDS))
     for name in (*kernel.candidates, kernel.floor):
         if name in contest.entries:
-            session.keep(measured(session, contest, name, task))
+            session.recorder.keep(measured(session, contest, name, task))
         elif name in contest.refusals:
             session.refused(name, contest.refusals[name], configure(name, task), predict(session, task, name))
 

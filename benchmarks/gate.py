@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import require_close
-from benchmarks.workload import Case, compile_model
+from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import fused, norms
 from benchmarks.attention import LEADERBOARD
-from benchmarks.contest import OURS, format_ms
-from benchmarks.norm_candidates import BOTH, FORWARD
+from benchmarks.lib.contest import OURS, format_ms
+from benchmarks.lib.norm_candidates import BOTH, FORWARD
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import format_count
 from cs336_systems.host.text import markdown_row, markdown_text

@@ -8,19 +8,19 @@ import gc
 import importlib
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import click
 import torch
 
 from benchmarks.attention import LEADERBOARD
-from benchmarks.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
-from benchmarks.contest import OURS, UnavailableError, compiled, format_ms, ran_out
 from benchmarks.harness import summarise, suspicions
-from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
-from benchmarks.plan import measure_once
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.lib.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
+from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
+from benchmarks.lib.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
+from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.plan import measure_once
+from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -39,7 +39,7 @@ PLAIN = "on a CPU plain torch runs in the kernels' place"
 
 
 @dataclass(frozen=True)
-class LeaderboardSettings:
+class LeaderboardSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
@@ -53,10 +53,6 @@ class LeaderboardSettings:
     seconds: float = setting(10.0, "Seconds for which the attention task is repeated.", type=click.FloatRange(0.1))
     steps: int = setting(3, "Training steps that count, after two that do not.", type=click.IntRange(1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
 
 
 def published(task: str) -> dict[str, Any]:
@@ -155,26 +151,22 @@ def run(settings: LeaderboardSettings) -> list[Record]:
     does not fit."""
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke else open_records(folder, "leaderboard")
+    recorder = settings.recorder("leaderboard", device)
     hardware = measure_once(device, "bf16", 0.02 if settings.smoke else 0.5)
-    stamp, records, faults = environment(device, settings.commit), [], []
+    stamp, faults = environment(device, settings.commit), []
     for name, run_task in ((ATTENTION, run_attention), (STEP, run_step)):
         if settings.task not in (name, "both"):
             continue
         torch.manual_seed(0)
         try:
-            records.append(finish(run_task(settings, device, hardware), hardware, stamp))
+            recorder.keep(finish(run_task(settings, device, hardware), hardware, stamp))
         except (UserError, UnavailableError) as fault:  # the other task still wants to be measured
             faults.append(f"{name}: {fault}")
-            continue
-        if path:
-            append_record(records[-1], path)
-    if path and records:
-        print(appended(len(records), path))
+    if recorder.records:
+        recorder.tell()
     if faults:
         raise UserError("; ".join(faults))
-    return records
+    return recorder.records
 
 
 @click.command()

@@ -17,10 +17,11 @@ from rich.table import Table
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
 from benchmarks.harness import WrongResultError, noise, ratios, summarise
+from benchmarks.lib.options import RecordOptions
 from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
 from benchmarks.parallel_tables import markdown
-from benchmarks.records import Record, append_record, appended, open_records, read_records, results_folder
+from benchmarks.records import Record, read_records
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import Backend, choose_backend
@@ -43,7 +44,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class LongContextSettings:
+class LongContextSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
@@ -57,10 +58,6 @@ class LongContextSettings:
     threads: int = setting(1, "Threads of each CPU rank.", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: 64 tokens, 2 ranks, one round, no record.")
 
     def recipe(self, seq: int, cp: int = 1, kind: ContextType = "ring") -> Recipe:
         """Recipe of a candidate; its first update is at the full rate, as the gate assumes."""
@@ -226,12 +223,10 @@ def main(**options: Any) -> None:
     settings = replace(settings, device=kind)
     if settings.smoke:
         settings = replace(settings, contexts=(64,), cp=(2,), rounds=1, steps=1)
-    layouts, launcher, path = plan(settings), Launcher(here, kind), None
+    layouts, launcher = plan(settings), Launcher(here, kind)
     for layout in layouts:
         choose_backend(settings.backend, torch.device(kind), Place(0, layout.ranks, 0, layout.ranks))
-    if not settings.smoke:
-        folder = results_folder(settings.results, settings.machine, torch.device(kind))
-        path = open_records(folder, "long_context")
+    recorder = settings.recorder("long_context", torch.device(kind))
     play(layouts, settings, launcher)
     budget = 0.02 if settings.smoke else 0.3
     task = ScalingTask(layouts[0].recipe, 0, 0, settings.threads, budget, settings.commit)
@@ -242,11 +237,10 @@ def main(**options: Any) -> None:
     for record in records:
         table.add_row(*row(record))
     console.console().print(table)
-    if path:
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
-        print(draw(path) if can_plot() else HOW_TO_PLOT)
+    recorder.keep(*records)
+    recorder.tell()
+    if recorder.path:
+        print(draw(recorder.path) if can_plot() else HOW_TO_PLOT)
     if wrong := [f"{name_of(layout)}: {layout.wrong}" for layout in layouts if layout.wrong]:
         raise WrongResultError("; ".join(wrong))
 

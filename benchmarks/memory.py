@@ -17,13 +17,13 @@ import click
 import torch
 from click.core import ParameterSource
 
+from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.residuals import model_residuals
+from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+from benchmarks.lib.workload import Case, Workload
 from benchmarks.memory_tables import sheets
-from benchmarks.model_options import ModelOptions, model_config
-from benchmarks.plan import Bench, PassSettings, make_bench
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
-from benchmarks.residuals import model_residuals
-from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
-from benchmarks.workload import Case, Workload
+from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
@@ -55,10 +55,6 @@ class MemorySettings(ModelOptions):
     mode: Pass | None = setting(None, "One pass only.  [default: both]")
     residuals: bool = setting(False, "Instead: what is kept for backward, block by block.")
     segments: bool = setting(False, "Instead: the best length of recomputed segments.")
-    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one sequence, no record.")
 
     def refuse_ignored(self, given: set[str]) -> None:
         """Raises UserError if an option of those that were `given` would be ignored."""
@@ -256,35 +252,25 @@ def run(settings: MemorySettings) -> list[Record]:
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
         cases = settings.cases(device)
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke else open_records(folder, "memory")
+    recorder = settings.recorder("memory", device)
     benches: dict[Precision, Bench] = {}
     for precision in dict.fromkeys(case.precision for _, case in cases):
         plan = PassSettings(precision=precision, smoke=settings.smoke, commit=settings.commit)
         benches[precision] = make_bench(plan, device, usable)
-    records: list[Record] = []
-
-    def keep(record: Record) -> None:
-        records.append(record)
-        if path:
-            append_record(record, path)
-
     if settings.residuals:
         for size, case in cases:
-            for record in count_residuals(size, settings.year, case, benches[case.precision].environment):
-                keep(record)
+            recorder.keep(*count_residuals(size, settings.year, case, benches[case.precision].environment))
     else:
         runs = make_runs(settings, cases, benches)
         show_plan(runs, usable)
         with console.progress("memory", len(runs), sum(each.seconds for each in runs if each.fits)) as advance:
             for each in runs:
-                keep(measure(each, settings.year))
+                recorder.keep(measure(each, settings.year))
                 advance(f"{each.size} {each.mode}")
-    for sheet in sheets(records):
+    for sheet in sheets(recorder.records):
         console.console().print(sheet.table())
-    if path:
-        print(appended(len(records), path))
-    return records
+    recorder.tell()
+    return recorder.records
 
 
 @click.command()

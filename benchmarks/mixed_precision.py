@@ -7,14 +7,13 @@ autocast. Facts of the arithmetic and of torch, not timings: a record has no sam
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
 import torch
 from rich.table import Table
 
-from benchmarks.mixed_precision_parts import (
+from benchmarks.lib.mixed_precision_parts import (
     DTYPES,
     PARAMETERS,
     PROBES,
@@ -25,7 +24,8 @@ from benchmarks.mixed_precision_parts import (
     Parts,
     documented_for_cuda,
 )
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.lib.options import RecordOptions
+from benchmarks.records import Record
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -46,15 +46,11 @@ CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators s
 
 
 @dataclass(frozen=True)
-class MixedPrecisionSettings:
+class MixedPrecisionSettings(RecordOptions):
     """Every field is an option of the command line."""
 
     precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Write no record.")
 
 
 @dataclass(frozen=True)
@@ -206,17 +202,13 @@ def main(lesson: str, **options: Any) -> None:
     if settings.precision and lesson == ACCUMULATION:
         raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")
     device = choose_device(settings.device)
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke else open_records(folder, "mixed_precision")
-    stamp, records = environment(device, settings.commit), []
+    recorder = settings.recorder("mixed_precision", device)
+    stamp = environment(device, settings.commit)
     if lesson != DTYPES_LESSON:
-        records += run_accumulation(device, stamp)
+        recorder.keep(*run_accumulation(device, stamp))
     if lesson != ACCUMULATION:
-        records += run_dtypes(settings.precision, device, stamp)
-    if path:
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
+        recorder.keep(*run_dtypes(settings.precision, device, stamp))
+    recorder.tell()
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.contest import OURS, Contest, Refusal, format_ms, refuse
 from benchmarks.harness import ratios, summarise, suspicions
-from benchmarks.kernel_run import (
+from benchmarks.lib.contest import OURS, Contest, Refusal, format_ms, refuse
+from benchmarks.lib.kernel_run import (
     DtypeName,
     KernelSettings,
     Session,
@@ -20,7 +20,7 @@ from benchmarks.kernel_run import (
     show_table,
     time_cells,
 )
-from benchmarks.norm_candidates import (
+from benchmarks.lib.norm_candidates import (
     BOTH,
     CANDIDATES,
     FORWARD,
@@ -118,7 +118,7 @@ def hold(session: Session, shape: Shape) -> None:
         config = {"candidate": name, "pass": shape.what, "rows": shape.rows, "columns": shape.columns}
         config |= {"dtype": shape.dtype}
         if name in contest.entries:
-            session.keep(measured(session, contest, name, shape, config, predicted))
+            session.recorder.keep(measured(session, contest, name, shape, config, predicted))
         elif name in contest.refusals:
             session.refused(name, contest.refusals[name], config, predicted)
 

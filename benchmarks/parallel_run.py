@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
-from benchmarks.peers import Build
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
-from benchmarks.turns import UNTIMED, Arena, Turns, check
+from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.peers import Build
+from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
+from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
@@ -31,7 +31,7 @@ from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, prese
 
 
 @dataclass(frozen=True)
-class ParallelSettings:
+class ParallelSettings(RecordOptions):
     """Options of a benchmark over several ranks."""
 
     size: str = setting("tiny", "Model preset.")
@@ -49,10 +49,6 @@ class ParallelSettings:
     steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one round, no record.")
 
     def config(self) -> ModelConfig:
         """The model. Raises UserError for a width that its heads do not divide."""
@@ -63,10 +59,6 @@ class ParallelSettings:
                 raise UserError(f"--d-model {width} is no multiple of 64, the size of a head")
             model = model.override(d_model=width, d_ff=4 * width, num_heads=width // 64)
         return model.override(num_layers=self.layers, context_length=self.context)
-
-    def folder(self, device: torch.device) -> Path:
-        """Where the records go."""
-        return results_folder(self.results, self.machine, device)
 
 
 @dataclass(frozen=True)
@@ -148,8 +140,8 @@ def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchm
     ranks = settings.nproc or 2
     place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
     choose_backend(settings.backend, torch.device(settings.device or device), place)
-    if here.rank == 0 and not settings.smoke:
-        open_records(settings.folder(torch.device(device)), benchmark)
+    if here.rank == 0:
+        settings.recorder(benchmark, torch.device(device))
     start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)
 
 
@@ -200,8 +192,6 @@ def worker_run(
         records = [make_record(run, name, turns) for name in candidates]
         if first:
             show(run, records)
-            if not settings.smoke:
-                path = settings.folder(device) / f"{benchmark}.jsonl"
-                for record in records:
-                    append_record(record, path)
-                print(appended(len(records), path))
+            recorder = settings.recorder(benchmark, device)
+            recorder.keep(*records)
+            recorder.tell()

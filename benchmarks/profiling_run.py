@@ -17,13 +17,12 @@ import torch
 from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
-from benchmarks.model_options import ModelOptions
-from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.profiling_pictures import leave_pictures, memory_snapshot
-from benchmarks.profiling_record import beside_measured, make_record, predicted
-from benchmarks.records import append_record, appended, open_records, results_folder
-from benchmarks.turns import ADAMW, check
-from benchmarks.workload import Case, compile_model
+from benchmarks.lib.model_options import ModelOptions
+from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
+from benchmarks.lib.profiling_pictures import leave_pictures, memory_snapshot
+from benchmarks.lib.profiling_record import beside_measured, make_record, predicted
+from benchmarks.lib.turns import ADAMW, check
+from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
@@ -64,10 +63,6 @@ class ProfilingSettings(ModelOptions):
     stack: bool = setting(False, "Record Python's frames, too; slower.")
     nvtx: bool = setting(False, "Ranges of the same names for nsys (CUDA).")
     out: Path | None = setting(None, "Folder of what comes out.  [default: runs/profile/<size>-<wrapper>]")
-    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
 
     def chosen(self, ranks: int) -> str:
         """The wrapper. Raises UserError for ranks that nothing would join, or for what cannot be combined."""
@@ -169,13 +164,13 @@ def work(place: Place, settings: ProfilingSettings) -> None:
             write_report(folder, traces, console.console())
             if not settings.smoke:
                 stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
-                path = results_folder(settings.results, settings.machine, device) / "profiling.jsonl"
+                recorder = settings.recorder("profiling", device)
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
                 record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
                 console.console().print(beside_measured(record))
-                record.metrics["pictures"] = leave_pictures(record, traces, folder, path.parent)
-                append_record(record, path)
-                print(appended(1, path))
+                record.metrics["pictures"] = leave_pictures(record, traces, folder, settings.records_folder(device))
+                recorder.keep(record)
+                recorder.tell()
 
 
 @click.command()
@@ -191,8 +186,8 @@ def main(**options: Any) -> None:
     folder = settings.folder(ranks)
     with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
-    if here.rank == 0 and not settings.smoke:
-        open_records(results_folder(settings.results, settings.machine, torch.device(name)), "profiling")
+    if here.rank == 0:
+        settings.recorder("profiling", torch.device(name))
     start_ranks(work, settings.device, settings.nproc, settings)
 
 

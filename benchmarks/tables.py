@@ -9,11 +9,11 @@ from benchmarks.checkpoint_tables import checkpoint_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
+from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.long_context import context_tables
 from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
-from benchmarks.plan import PassSettings
 from benchmarks.records import RESULTS, Record, read_records, shown
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

@@ -12,12 +12,12 @@ import click
 from rich.table import Table
 
 from benchmarks.harness import noise, ratios, summarise
-from benchmarks.live_memory import Held, held_memory
+from benchmarks.lib.live_memory import Held, held_memory
+from benchmarks.lib.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
+from benchmarks.lib.turns import OF_GRADIENTS, Turns
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.parallel_tables import KINDS
-from benchmarks.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.records import Record
-from benchmarks.turns import OF_GRADIENTS, Turns
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.closed_forms import exposed_seconds, zero_memory

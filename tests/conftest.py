@@ -212,7 +212,7 @@ def quick_probe(monkeypatch):
     """Commands that this process runs do not measure the machine's speed."""
     for name in (
         "cs336_systems.train.__main__.probe",
-        "benchmarks.plan.measure_once",
+        "benchmarks.lib.plan.measure_once",
         "benchmarks.profiling_run.probe",
     ):
         monkeypatch.setattr(name, made_up)

@@ -1,7 +1,7 @@
 """Meaning of a published time: its share of a GPU's bandwidth or peak, and the expected time."""
 
-from benchmarks.attention_candidates import BOTH, FORWARD, AttentionTask, flops
-from benchmarks.norm_candidates import Shape, bytes_moved
+from benchmarks.lib.attention_candidates import BOTH, FORWARD, AttentionTask, flops
+from benchmarks.lib.norm_candidates import Shape, bytes_moved
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import step_time
@@ -11,7 +11,7 @@ from writeup.book import Book
 from writeup.cells import NONE, quoted
 from writeup.publications import ORIGINAL, Key, Published
 
-PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.norm_candidates` counts them
+PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.lib.norm_candidates` counts them
 COURSE_ROWS = 50_000  # of the course's problems on norms
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import checkpoint_candidates as rivals
 from benchmarks import checkpoints
 from benchmarks.checkpoint_tables import checkpoint_tables
+from benchmarks.lib import checkpoint_candidates as rivals
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters

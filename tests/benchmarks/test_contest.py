@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import contest
-from benchmarks.contest import Contest, Entry, Patience, Stopwatch, UnavailableError, spread
+from benchmarks.lib import contest
+from benchmarks.lib.contest import Contest, Entry, Patience, Stopwatch, UnavailableError, spread
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import e2e, plan
+from benchmarks import e2e
 from benchmarks.harness import Measurement
+from benchmarks.lib import plan
+from benchmarks.lib.workload import Case, Workload
 from benchmarks.records import RESULTS
-from benchmarks.workload import Case, Workload
 from cs336_systems.cost import MODES, Hardware, forward_flops
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
@@ -232,7 +233,7 @@ def test_a_wrong_model_leaves_no_figure(warmup, monkeypatch, in_tmp, capsys):
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.workload.shutil.which", lambda name: None)
+    monkeypatch.setattr("benchmarks.lib.workload.shutil.which", lambda name: None)
     assert run("--smoke", "--compile") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: --compile needs one of g++, clang++, c++ on the PATH")

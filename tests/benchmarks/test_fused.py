@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import fused, fused_candidates, fused_rows, kernel_run
-from benchmarks.fused_candidates import KERNELS, gpt2_shapes
-from benchmarks.fused_rows import FusedTask
+from benchmarks import fused
 from benchmarks.harness import WrongResultError
+from benchmarks.lib import fused_candidates, fused_rows, kernel_run
+from benchmarks.lib.fused_candidates import KERNELS, gpt2_shapes
+from benchmarks.lib.fused_rows import FusedTask
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks.gate import check
 from benchmarks.harness import WrongResultError
-from benchmarks.workload import Case
+from benchmarks.lib.workload import Case
 from cs336_systems.presets import ModelConfig, model_preset
 
 CPU = torch.device("cpu")

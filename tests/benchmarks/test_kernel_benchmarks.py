@@ -6,11 +6,12 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import attention, attention_candidates, kernel_run, norm_candidates, norms
-from benchmarks.attention_candidates import AttentionTask, Inputs, flops, peak_bytes, some_queries
-from benchmarks.contest import UnavailableError
+from benchmarks import attention, norms
 from benchmarks.harness import WrongResultError
-from benchmarks.norm_candidates import Shape, bytes_moved
+from benchmarks.lib import attention_candidates, kernel_run, norm_candidates
+from benchmarks.lib.attention_candidates import AttentionTask, Inputs, flops, peak_bytes, some_queries
+from benchmarks.lib.contest import UnavailableError
+from benchmarks.lib.norm_candidates import Shape, bytes_moved
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import attention, kernel_run, norms
+from benchmarks import attention, norms
+from benchmarks.lib import kernel_run
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import attention_candidates, leaderboard, leaderboard_step
+from benchmarks import leaderboard
 from benchmarks.harness import WrongResultError
-from benchmarks.leaderboard_step import FULL, TINY, LeaderboardStep, gate_step, largest_step
+from benchmarks.lib import attention_candidates, leaderboard_step
+from benchmarks.lib.leaderboard_step import FULL, TINY, LeaderboardStep, gate_step, largest_step
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks import memory
+from benchmarks.lib.plan import Bench, PassSettings
+from benchmarks.lib.segments import neighbours, strategy, sweep
+from benchmarks.lib.workload import Case
 from benchmarks.memory_tables import grouped, label, peak_row, place, sheets, stream_bytes
-from benchmarks.plan import Bench, PassSettings
 from benchmarks.records import Record, read_records
-from benchmarks.segments import neighbours, strategy, sweep
 from benchmarks.tables import FIRST, measured_tables
-from benchmarks.workload import Case
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command

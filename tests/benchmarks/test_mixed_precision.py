@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks import mixed_precision
-from benchmarks.mixed_precision import SUMS, Sum, account, accumulate, main, why
-from benchmarks.mixed_precision_parts import (
+from benchmarks.lib.mixed_precision_parts import (
     LOG_SOFTMAX,
     LOSS,
     NAMES,
@@ -25,6 +24,7 @@ from benchmarks.mixed_precision_parts import (
     probe_toy,
     probe_transformer,
 )
+from benchmarks.mixed_precision import SUMS, Sum, account, accumulate, main, why
 from benchmarks.records import read_records
 from cs336_systems.host.console import run_command
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks import ddp, parallel_run, zero
+from benchmarks.lib.peers import wrapped
+from benchmarks.lib.turns import check
 from benchmarks.parallel_run import ParallelSettings
-from benchmarks.peers import wrapped
 from benchmarks.records import read_records
-from benchmarks.turns import check
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory

@@ -8,8 +8,15 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import profiling_run
-from benchmarks.profiling_pictures import PICTURES, TABLES, folder_name, leave_pictures, picture_beside, tables_beside
-from benchmarks.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
+from benchmarks.lib.profiling_pictures import (
+    PICTURES,
+    TABLES,
+    folder_name,
+    leave_pictures,
+    picture_beside,
+    tables_beside,
+)
+from benchmarks.lib.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
 from benchmarks.profiling_run import ProfilingSettings
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Event, Place

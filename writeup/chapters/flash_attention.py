@@ -35,7 +35,7 @@ def content(book: Book) -> dict[str, Any]:
         keeps=True,
         command="python -m benchmarks.attention --grid flash",
     )
-    ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command="python -m benchmarks.gpu_suite")
+    ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command="python -m benchmarks.all")
     shown = narrowed(flash)
     return {
         "course": sweep(book, course),

@@ -39,7 +39,7 @@ def content(book: Book) -> dict[str, Any]:
     }
 
 
-SUITE = "python -m benchmarks.gpu_suite"
+SUITE = "python -m benchmarks.all"
 
 
 def ours(book: Book, cited: Citation) -> Table:

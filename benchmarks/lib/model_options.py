@@ -6,13 +6,14 @@ from typing import Any, Literal
 import click
 import torch
 
-from benchmarks.workload import Case
+from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.workload import Case
 from cs336_systems.host.console import setting
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Precision, Recompute, preset
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(RecordOptions):
     """A preset and what is changed of it."""
 
     size: str = setting("small", "Model preset.")

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.contest import OURS, Entry, UnavailableError, compiled, spread
 from benchmarks.harness import require_close
-from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
+from benchmarks.lib.contest import OURS, Entry, UnavailableError, compiled, spread
+from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Timer, WrongResultError, interleave, ratios
+from benchmarks.lib.workload import compile_model
 from benchmarks.records import Status
-from benchmarks.workload import compile_model
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import out_of_memory

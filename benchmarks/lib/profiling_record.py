@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.harness import noise, summarise
-from benchmarks.model_options import model_config
+from benchmarks.lib.model_options import model_config
+from benchmarks.lib.workload import Case
 from benchmarks.records import Record
-from benchmarks.workload import Case
 from cs336_systems.comm import Event
 from cs336_systems.cost import Hardware, Mode, predict
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.turns import Arena
+from benchmarks.lib.turns import Arena
 from cs336_systems.comm import all_gather
 from cs336_systems.model.transformer import lm_loss
 

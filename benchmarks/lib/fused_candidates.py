@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contest import OURS, Entry, Stopwatch, compiled, peer, spread
-from benchmarks.fused_rows import (
+from benchmarks.harness import require_close
+from benchmarks.lib.contest import OURS, Entry, Stopwatch, compiled, peer, spread
+from benchmarks.lib.fused_rows import (
     STAGES,
     AddRMSNorm,
     Function,
@@ -22,9 +23,8 @@ from benchmarks.fused_rows import (
     only_triton,
     tolerance,
 )
-from benchmarks.harness import require_close
-from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF
-from benchmarks.norm_candidates import BOTH, FORWARD
+from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF
+from benchmarks.lib.norm_candidates import BOTH, FORWARD
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.optim.adamw import AdamW
 from kernels.adamw import FusedAdamW

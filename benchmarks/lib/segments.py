@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import ceil, sqrt
 from typing import NamedTuple
 
-from benchmarks.residuals import model_residuals
+from benchmarks.lib.residuals import model_residuals
 from cs336_systems.presets import ModelConfig, Precision, Recompute
 
 _residuals = cache(model_residuals)  # of the same few layers for every length of segments

@@ -5,17 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
 import torch
 from rich.table import Table
 
-from benchmarks.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.harness import WrongResultError
-from benchmarks.plan import measure_once
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.lib.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
+from benchmarks.lib.options import Recorder, RecordOptions
+from benchmarks.lib.plan import measure_once
+from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -34,7 +34,7 @@ Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
-class KernelSettings:
+class KernelSettings(RecordOptions):
     """Options of a benchmark of kernels."""
 
     dtype: DtypeName | None = setting(None, "Type of the inputs.  [default: that of each shape]")
@@ -49,10 +49,6 @@ class KernelSettings:
     )
     budget: float | None = setting(None, "Seconds after which no other shape is begun.", type=click.FloatRange(0))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, two rounds, no record.")
 
     def wants(self, what: str) -> bool:
         """True if a pass was asked for: both kinds, unless one of the flags is given."""
@@ -94,9 +90,8 @@ class Session:
     patience: Patience
     usable: int
     stamp: dict[str, Any]
-    path: Path | None
+    recorder: Recorder
     idle: str = ""  # why there is nothing to measure, if so
-    records: list[Record] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -104,18 +99,17 @@ class Session:
         """This machine's ceilings, measured once."""
         return measure_once(self.device, dtype, 0.02 if self.settings.smoke else 0.3)
 
-    def keep(self, record: Record) -> None:
-        """Write a record at once."""
-        self.records.append(record)
-        if self.path:
-            append_record(record, self.path)
+    @property
+    def records(self) -> list[Record]:
+        """What has been recorded so far."""
+        return self.recorder.records
 
     def refused(self, name: str, refusal: Refusal, config: dict[str, Any], predicted: dict[str, Any]) -> None:
         """Keep the record of a candidate without a speed."""
         if refusal.fault:
             self.faults.append(refusal.reason if "wrong" in refusal.reason else f"{name}: {refusal.reason}")
         flags, status = [refusal.reason], refusal.status
-        self.keep(Record(self.benchmark, config, self.stamp, [], {}, predicted, flags, status))
+        self.recorder.keep(Record(self.benchmark, config, self.stamp, [], {}, predicted, flags, status))
 
     def note(self, reason: str, where: str) -> None:
         """Something to be said below the table, with the shapes that it is true of."""
@@ -129,10 +123,11 @@ def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Se
     """
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
-    folder = results_folder(settings.results, settings.machine, device)
-    path = None if settings.smoke or idle else open_records(folder, benchmark)
+    recorder = Recorder(None) if idle else settings.recorder(benchmark, device)
     stamp, patience = environment(device, settings.commit) | keep_pages(device), Patience(settings.patience)
-    return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path, idle)
+    return Session(
+        benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, recorder, idle
+    )
 
 
 def keep_pages(device: torch.device) -> dict[str, bool]:
@@ -199,8 +194,7 @@ def hold_contests(
             show(session)
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
-    if session.path:
-        print(appended(len(session.records), session.path))
+    session.recorder.tell()
     raise_faults(session)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contest import OURS, UnavailableError, compiled, peer, spread
 from benchmarks.harness import require_close
-from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
-from benchmarks.norm_candidates import BOTH, FORWARD, partial_rows
+from benchmarks.lib.contest import OURS, UnavailableError, compiled, peer, spread
+from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
+from benchmarks.lib.norm_candidates import BOTH, FORWARD, partial_rows
 from kernels import reference
 from kernels.launch import HAVE_TRITON
 from kernels.rmsnorm import TritonAddRMSNormFunction

@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
-from benchmarks.model_options import ModelOptions, model_config
+from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.workload import PHASES, Case
 from benchmarks.records import Record
-from benchmarks.workload import PHASES, Case
 from cs336_systems.cost import (
     Hardware,
     Mode,
@@ -41,10 +40,6 @@ class PassSettings(ModelOptions):
     steps: int | None = setting(
         None, "Passes that count.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )
-    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")
 
     def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:
         """Settings that identify this measurement."""

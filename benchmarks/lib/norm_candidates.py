@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contest import OURS, Entry, Stopwatch, UnavailableError, compiled, peer, spread
 from benchmarks.harness import require_close
-from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
+from benchmarks.lib.contest import OURS, Entry, Stopwatch, UnavailableError, compiled, peer, spread
+from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
 from kernels import reference
 from kernels.launch import HAVE_TRITON
 from kernels.rmsnorm import TritonRMSNormFunction

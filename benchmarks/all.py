@@ -1,0 +1,129 @@
+"""Everything that the write-up needs of this machine, in one command that goes on where it stopped:
+`python -m benchmarks.all`.
+
+Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, of which commit, and
+how long it took. On a GPU the edition for GPUs is measured, in eight minutes at most.
+"""
+
+import sys
+import tarfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.table import Table
+
+from benchmarks.lib.catalogue import EDITIONS, Benchmark
+from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, log_of, measure_all, skipped
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.machine import environment
+from cs336_systems.host.text import printable
+
+
+def chosen(settings: AllSettings) -> list[Benchmark]:
+    """The benchmarks that were asked for. Raises UserError for one that does not exist, or if none is left."""
+    runs = EDITIONS[settings.edition or "cpu"]
+    known = list(dict.fromkeys(run.name for run in runs))
+    for name in settings.only:
+        if name not in known:
+            raise UserError(f"--only {name} is no benchmark; there are {', '.join(known)}")
+    found = [run for run in runs if run.name in (settings.only or known)]
+    if settings.smoke:
+        found = [run for run in found if run.source != "pytest" and run.gpus < 2 and not run.root]
+    if not found:
+        raise UserError(f"--smoke leaves out {', '.join(settings.only)}: it is for benchmarks on one device")
+    return found
+
+
+def show(outcomes: Iterable[Outcome], head: str) -> None:
+    """A table of benchmarks: how each went or will go, under that head, and how long it takes."""
+    found, table = list(outcomes), Table()
+    columns = ["command", head, "time", *["remark"] * any(done.remark for done in found)]
+    for column in columns:
+        table.add_column(column, justify="right" if column == "time" else "left")
+    for done in found:
+        cells = (done.run.command.removeprefix("python -m "), done.status, format_seconds(done.seconds), done.remark)
+        table.add_row(*cells[: len(columns)])
+    console.console().print(table, markup=False)
+
+
+def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> None:
+    """Print what will be measured and how long that takes, and what is left out."""
+    planned = [skipped(run, settings, journal) or Outcome(run, "to measure", journal.seconds(run)) for run in runs]
+    todo = [each.seconds for each in planned if each.status == "to measure"]
+    expected = format_seconds(min(sum(todo), settings.seconds))
+    show(planned, "plan")
+    print(f"{len(todo)} of {len(planned)} commands to measure, about {expected}", flush=True)
+
+
+def prepare_folders(settings: AllSettings) -> None:
+    """Make the folder of logs, and see whether the archive can be written. Raises UserError before anything is run."""
+    for place, option in ((settings.logs, "--logs"), (settings.pack and settings.pack.parent, "--pack")):
+        try:
+            if place:
+                place.mkdir(parents=True, exist_ok=True)
+            if option == "--pack" and settings.pack:
+                settings.pack.open("ab").close()
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another {option}") from None
+
+
+def pack(target: Path, results: Path, logs: Iterable[Path]) -> None:
+    """Records and the logs of this run as one file, for machines that give few back."""
+    with tarfile.open(target, "w:gz") as archive:
+        if results.exists():
+            archive.add(results, arcname=f"results/{results.name}")
+        for log in filter(Path.exists, logs):
+            archive.add(log, arcname=f"logs/{log.name}")
+    print(printable(f"packed into {target}"))
+
+
+def measure_here(settings: AllSettings) -> list[Outcome]:
+    """Plan, measure and show how everything went; with --list only plan, which returns nothing.
+
+    Raises UserError for what cannot be run, and if nothing was measured now or before.
+    """
+    has_gpu = torch.cuda.is_available()
+    settings = replace(settings, edition=settings.edition or ("gpu" if has_gpu else "cpu"))
+    if settings.edition == "gpu" and not (has_gpu or settings.smoke or settings.list):
+        raise UserError("--edition gpu needs a CUDA device, and torch finds none here; --smoke shows that it works")
+    runs, device = chosen(settings), torch.device("cuda" if has_gpu else "cpu")
+    results = settings.records_folder(device).resolve()
+    journal = Journal(results, environment(device, settings.commit))
+    plan(runs, settings, journal)
+    if settings.list:
+        return []
+    settings = replace(settings, logs=settings.logs.resolve())
+    prepare_folders(settings)
+    print(printable(f"records in {results}, output in {settings.logs}; ^C stops, the same command goes on"), flush=True)
+    try:
+        with ended_politely():
+            outcomes = measure_all(runs, settings, results, journal)
+    finally:
+        if settings.pack:
+            pack(settings.pack, results, (log_of(run, settings) for run in runs))
+    show(outcomes, "outcome")
+    if all(done.status == "left out" for done in outcomes):
+        raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(done.remark for done in outcomes))}")
+    return outcomes
+
+
+@click.command()
+@console.options(AllSettings)
+def main(**options: Any) -> None:
+    """Measure everything that the write-up needs on this machine, saying how long first, and recording as it goes.
+
+    What has been measured at this commit is not measured again. On a GPU: check the kernels, then measure.
+    """
+    outcomes = measure_here(AllSettings(**options))
+    if wrong := [f"{done.run.command} ({done.status})" for done in outcomes if done.status in ("failed", "stopped")]:
+        raise UserError(f"{len(wrong)} of {len(outcomes)} commands went wrong: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

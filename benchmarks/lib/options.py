@@ -1,0 +1,47 @@
+"""Options that every benchmark has: where its records go, and a run that only shows that it works."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from cs336_systems.host.console import setting
+
+
+@dataclass
+class Recorder:
+    """The records of one command so far; each is written at once, unless there is no file."""
+
+    path: Path | None
+    records: list[Record] = field(default_factory=list)
+
+    def keep(self, *records: Record) -> None:
+        """Append records to the file."""
+        for record in records:
+            self.records.append(record)
+            if self.path:
+                append_record(record, self.path)
+
+    def tell(self) -> None:
+        """Print how many there are and where, after their table. Raises UserError if some could not be written."""
+        if self.path:
+            print(appended(len(self.records), self.path))
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """Options of a benchmark that leaves records."""
+
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: small and short, no record.")
+
+    def records_folder(self, device: torch.device) -> Path:
+        """Folder of the records."""
+        return results_folder(self.results, self.machine, device)
+
+    def recorder(self, benchmark: str, device: torch.device) -> Recorder:
+        """Where the records of a command go: nowhere in a smoke run. Raises UserError where they cannot be written."""
+        return Recorder(None if self.smoke else open_records(self.records_folder(device), benchmark))

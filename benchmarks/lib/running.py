@@ -1,0 +1,228 @@
+"""Benchmarks of the catalogue, each a process of its own with a time limit, and a journal of what was measured."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+
+from benchmarks.lib.catalogue import EDITIONS, Benchmark, Edition
+from benchmarks.lib.options import RecordOptions
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_seconds, os_errors, setting
+from cs336_systems.host.text import printable, regular, strict_json
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: a GPU is lent for a short time
+HOPELESS = 4.0  # a command on a CPU is stopped after so many times what it should take, and not before
+LEAST_MINUTES = 10.0  # this
+# A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
+MARGIN = 20.0
+LEAST = 15.0  # seconds for which no benchmark is worth beginning
+PATIENCE = 5  # seconds a shape, of a benchmark with a budget
+GRACE = 10.0  # seconds that a command gets to end
+LAST_LINES = 15  # of the output of a benchmark that went wrong
+
+
+@dataclass(frozen=True)
+class AllSettings(RecordOptions):
+    """Options of the command line, one field each."""
+
+    list: bool = setting(False, "Only show what would be measured, and how long it takes.")
+    only: tuple[str, ...] = setting((), "Only this benchmark; may be repeated.")
+    again: bool = setting(False, "Measure also what has been measured at this commit.")
+    minutes: float | None = setting(
+        None, "Minutes for all; what does not fit is not begun.  [default: no limit, on a GPU 8]",
+        type=click.FloatRange(0, 1e5),
+    )  # fmt: skip
+    edition: Edition | None = setting(None, "Kind of machine.  [default: gpu if there is one]")
+    logs: Path = setting(Path("runs/all"), "Folder of the benchmarks' output.")
+    pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
+    smoke: bool = setting(False, "Only show that it works: every benchmark with --smoke, on a CPU too, no record.")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for all."""
+        minutes = self.minutes if self.minutes is not None else GPU_MINUTES if self.edition == "gpu" else float("inf")
+        return 60 * minutes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a benchmark went."""
+
+    run: Benchmark
+    status: Literal["ok", "failed", "stopped", "left out", "measured before", "to measure"]
+    seconds: float = 0.0
+    remark: str = ""
+
+
+class Journal:
+    """The commands that were measured into a folder of records: the seconds, commit, device and date of each's last."""
+
+    def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
+        self.path = folder / "commands.json"
+        self.stamp = {name: stamp[name] for name in ("commit", "device", "date")}
+        self.found: dict[str, dict[str, Any]] = {}
+        if not self.path.exists():
+            return
+        with os_errors(f"read {self.path}"):
+            text = regular(self.path).read_text("utf-8", errors="replace")
+        try:
+            self.found = strict_json(text)
+            sum(float(each["seconds"]) for each in self.found.values())
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(f"{self.path} is no list of commands with their seconds; delete it") from None
+
+    def seconds(self, run: Benchmark) -> float:
+        """How long a command should take: as long as last time, or as the catalogue says."""
+        return float(self.found[run.command]["seconds"]) if run.command in self.found else 60 * run.minutes
+
+    def has(self, run: Benchmark) -> bool:
+        """True if a command was measured on this device at this commit."""
+        last, keys = self.found.get(run.command, {}), ("commit", "device")
+        return self.stamp["commit"] is not None and all(last.get(key) == self.stamp[key] for key in keys)
+
+    def add(self, run: Benchmark, seconds: float) -> None:
+        """Note that a command has been measured. The file is replaced as a whole."""
+        self.found[run.command] = {"seconds": round(seconds, 1), **self.stamp}
+        with os_errors(f"write {self.path}", "name another folder with --results DIR"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            part.replace(self.path)
+
+
+def arguments(run: Benchmark, settings: AllSettings, results: Path, seconds: float) -> list[str]:
+    """The command line of a benchmark that is stopped after these seconds."""
+    start = [sys.executable, "-m", run.source]
+    if run.source == "pytest":
+        # Hundreds of kernels have to be compiled, on a CPU core each, where pytest-xdist is there to use them.
+        side_by_side = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+        return [*start, "-p", "no:cacheprovider", *side_by_side, *run.options]
+    if not run.records:
+        return [*start, *run.options, "--out", str(results / run.leaves)]
+    if settings.smoke:
+        return [*start, *run.options, "--smoke"]
+    options = [*run.options, "--results", str(results)]
+    options += ["--commit", settings.commit] if settings.commit else []
+    options += ["--out", str(results / run.leaves)] if run.leaves else []
+    if run.takes_budget:
+        options += ["--budget", f"{max(1.0, seconds - MARGIN):.0f}", "--patience", str(PATIENCE)]
+    return [*start, *options]
+
+
+def surroundings() -> list[str]:
+    """Environment of a command: nothing is written into the tree, and kernels are compiled if there is a GPU."""
+    compiled = ["-u", "TRITON_INTERPRET"] if torch.cuda.is_available() else []
+    return ["env", *compiled, "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1"]
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a command as ^C does, if it has not ended, and then whatever it started and left: ranks, compilers."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # to it alone: its ranks end with it
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+    finally:  # also after a second ^C
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def log_of(run: Benchmark, settings: AllSettings) -> Path:
+    """File of a benchmark's output."""
+    number = EDITIONS[settings.edition or "cpu"].index(run) + 1
+    return settings.logs / f"{number:02}_{run.name}.log"
+
+
+def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float) -> Outcome:
+    """Run one command, its output into a file of its own; it is stopped when its time is over."""
+    log, start = log_of(run, settings), time.monotonic()
+    status: Literal["ok", "failed", "stopped"] = "ok"
+    remark = ""
+    with ended_politely(), log.open("w") as file:
+        process = subprocess.Popen(
+            [*surroundings(), *arguments(run, settings, results, seconds)],
+            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            if code := process.wait(seconds):
+                status, remark = "failed", f"exit code {code}, see {log}"
+        except subprocess.TimeoutExpired:
+            status, remark = "stopped", f"after {format_seconds(seconds)}; what it recorded until then is kept"
+        finally:
+            stop(process)
+    if status != "ok":
+        print("\n".join(map(printable, log.read_text(errors="replace").splitlines()[-LAST_LINES:])))
+    return Outcome(run, status, time.monotonic() - start, remark)
+
+
+def why_not(run: Benchmark, settings: AllSettings) -> str:
+    """Requirement of a benchmark that this machine lacks; nothing if it can run."""
+    if run.gpus > (here := torch.cuda.device_count()) and not settings.smoke:
+        return f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}, {here} here"
+    if run.root and (sys.platform != "linux" or os.geteuid() != 0):
+        return "needs root on Linux, to make a network"
+    return ""
+
+
+def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
+    """Measure in order, as long as there is time, and say how each went and how long the rest takes."""
+    deadline, outcomes, pace, spent, foreseen = time.monotonic() + settings.seconds, list[Outcome](), 1.0, 0.0, 0.0
+    todo = [run for run in runs if not skipped(run, settings, journal)]
+    for run in runs:
+        if outcome := skipped(run, settings, journal):
+            outcomes.append(outcome)
+            continue
+        expected, place = journal.seconds(run), todo.index(run)
+        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * max(1.0, pace) * expected)
+        seconds = min(limit, deadline - time.monotonic())
+        if seconds < min(limit, LEAST if run.gpus else expected):
+            outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes are used up"))
+        else:
+            left = format_seconds(min(pace * sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
+            print(printable(f"[{place + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)
+            outcomes.append(measure(run, settings, results, seconds))
+        done = outcomes[-1]
+        print(printable(f"  {done.status} ({format_seconds(done.seconds)}) {done.remark}".rstrip()), flush=True)
+        if done.status == "ok":  # what fails at once tells nothing of how fast the machine is
+            spent, foreseen = spent + done.seconds, foreseen + expected
+            pace = spent / foreseen
+            if not settings.smoke:
+                journal.add(run, done.seconds)
+    return outcomes
+
+
+def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome | None:
+    """The outcome of a benchmark that is not begun, None for one that is."""
+    if reason := why_not(run, settings):
+        return Outcome(run, "left out", 0.0, reason)
+    if not settings.again and not settings.smoke and journal.has(run):
+        return Outcome(run, "measured before", journal.seconds(run), "at this commit; --again measures it once more")
+    return None
+
+
+@contextmanager
+def ended_politely() -> Iterator[None]:
+    """SIGTERM, with which schedulers end a job, becomes an exception, so that the command under way is stopped, too."""
+
+    def leave(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,305 @@
+"""The command that measures everything: its time limits, what it leaves running (nothing), where it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import all as everything
+from benchmarks.lib import running
+from benchmarks.lib.catalogue import CPU, EDITIONS, GPU, Benchmark
+from benchmarks.lib.running import AllSettings, arguments
+from cs336_systems.host.console import run_command
+
+FAKE = """
+import json, os, subprocess, sys, time
+what, *options = sys.argv[1:]
+print("this is", what, json.dumps(options))
+if what in ("hang", "orphan"):
+    child = subprocess.Popen(["sleep", "60"])
+    open(os.environ["PIDS"], "a").write(f"{child.pid}\\n")
+if what == "hang":
+    time.sleep(60)
+if what == "record":
+    folder = options[options.index("--results") + 1]
+    os.makedirs(folder, exist_ok=True)
+    open(folder + "/fake.jsonl", "w").write("{}")
+sys.exit(7 if what == "fail" else 0)
+"""
+
+
+@pytest.fixture
+def fakes(in_tmp, monkeypatch):
+    """A machine with one GPU, and a module `fake` whose first argument says how it goes."""
+    (in_tmp / "fake.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(in_tmp))
+    monkeypatch.setenv("PIDS", str(in_tmp / "pids"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    stamp = {"device": "NVIDIA H200", "date": "2025-01-01T00:00:00+00:00"}
+    monkeypatch.setattr(everything, "environment", lambda device, commit: {"commit": commit, **stamp})
+
+    def install(*runs):
+        monkeypatch.setitem(EDITIONS, "gpu", runs)
+        monkeypatch.setitem(EDITIONS, "cpu", runs)
+        return in_tmp
+
+    return install
+
+
+def fake(what, seconds=20.0, gpus=1, **kinds):
+    return Benchmark(what, (what,), seconds / 60, gpus=gpus, module="fake", **kinds)
+
+
+def suite(*options):
+    return run_command(everything.main, ["--results", "out", "--logs", "logs", *options])
+
+
+def is_running(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def assert_all_gone(folder):
+    for pid in map(int, (folder / "pids").read_text().split()):
+        deadline = time.monotonic() + 5
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not is_running(pid)
+
+
+def log(folder, name):
+    (path,) = folder.glob(f"logs/*_{name}.log")
+    return path.read_text()
+
+
+def test_what_fails_is_named_and_the_others_still_run(fakes, capsys):
+    folder = fakes(fake("ok"), fake("fail"), fake("record"))
+    assert suite() == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == ["error: 1 of 3 commands went wrong: python -m fake fail (failed)"]
+    assert "this is fail" in captured.out  # the end of its output
+    assert "exit code 7" in captured.out
+    assert (folder / "out/fake.jsonl").exists()
+    assert log(folder, "ok").startswith("this is ok")
+
+
+def test_all_well_is_exit_code_0_and_the_results_are_packed(fakes, capsys):
+    folder = fakes(fake("record"), fake("ok"))
+    (folder / "logs").mkdir()
+    (folder / "logs/older.log").write_text("of another run")
+    assert suite("--pack", "new/all.tar.gz") == 0
+    with tarfile.open(folder / "new/all.tar.gz") as archive:
+        files = sorted(member.name for member in archive if member.isfile())
+    assert files == ["logs/01_record.log", "logs/02_ok.log", "results/out/commands.json", "results/out/fake.jsonl"]
+    assert "packed into new/all.tar.gz" in capsys.readouterr().out
+
+
+def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
+    folder = fakes(fake("ok", seconds=100.0), fake("fail", seconds=20.0))
+    assert suite("--list", "--commit", "abc") == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 commands to measure, about 2 min 0 s" in said
+    assert not (folder / "logs").exists()
+    assert suite("--commit", "abc") == 2
+    took = json.loads((folder / "out/commands.json").read_text())
+    assert list(took) == ["python -m fake ok"]  # not what failed
+    assert took["python -m fake ok"].items() >= {"commit": "abc", "device": "NVIDIA H200"}.items()
+    took["python -m fake ok"]["seconds"] = 7.0
+    (folder / "out/commands.json").write_text(json.dumps(took))
+    capsys.readouterr()
+    assert suite("--commit", "abc") == 2
+    said = capsys.readouterr().out
+    assert "1 of 2 commands to measure, about 20.0 s" in said
+    assert "[1/1] about 20.0 s left: python -m fake fail" in said
+    for options in (("--commit", "another"), ("--commit", "abc", "--again")):  # as long as it took
+        assert suite("--list", *options) == 0
+        assert "2 of 2 commands to measure, about 27.0 s" in capsys.readouterr().out
+
+
+def test_what_another_device_measured_is_measured_here(fakes, capsys):
+    folder = fakes(fake("ok"))
+    (folder / "out").mkdir()
+    (folder / "out/commands.json").write_text(
+        json.dumps({"python -m fake ok": {"seconds": 9, "commit": "abc", "device": "a device"}})
+    )
+    assert suite("--list", "--commit", "abc") == 0
+    assert "1 of 1 commands to measure, about 9.0 s" in capsys.readouterr().out
+    (folder / "out/commands.json").write_text('{"python -m fake ok": {"seconds": "long"}}')
+    assert suite("--list") == 2
+    assert "commands.json is no list of commands with their seconds" in capsys.readouterr().err
+
+
+def test_a_remark_is_a_column_only_where_there_is_one(fakes, capsys):
+    fakes(fake("ok"))
+    assert suite() == 0
+    assert [line.count("┃") for line in capsys.readouterr().out.splitlines() if "outcome" in line] == [4]
+    fakes(fake("ok"), fake("two", gpus=2))
+    assert suite("--again") == 0
+    (head,) = (line for line in capsys.readouterr().out.splitlines() if "outcome" in line)
+    assert "remark" in head
+
+
+def test_no_time_at_all_is_one_line_and_exit_code_2(fakes, capsys):
+    folder = fakes(fake("ok"))
+    assert suite("--minutes", "0") == 2
+    assert capsys.readouterr().err.splitlines() == ["error: nothing to measure: the 0 minutes are used up"]
+    assert not list(folder.glob("logs/*"))
+
+
+def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):
+    folder = fakes(fake("hang", seconds=1.0), fake("ok"))
+    begun = time.monotonic()
+    assert suite("--pack", "all.tar.gz") == 2
+    assert time.monotonic() - begun < 10
+    assert_all_gone(folder)
+    assert capsys.readouterr().err.splitlines() == ["error: 1 of 2 commands went wrong: python -m fake hang (stopped)"]
+    assert log(folder, "ok")
+
+
+def test_what_is_left_running_is_ended(fakes):
+    folder = fakes(fake("orphan"))
+    assert suite() == 0
+    assert_all_gone(folder)
+
+
+def test_sigterm_ends_what_is_under_way_and_still_packs(fakes, monkeypatch, capsys):
+    folder, handler = fakes(fake("hang"), fake("ok")), signal.getsignal(signal.SIGTERM)
+    wait = running.subprocess.Popen.wait
+
+    def interrupted(process, seconds=None):
+        if seconds is None:
+            return wait(process)
+        while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(process, seconds)
+
+    monkeypatch.setattr(running.subprocess.Popen, "wait", interrupted)
+    assert suite("--pack", "all.tar.gz") == 130
+    assert_all_gone(folder)
+    assert (folder / "all.tar.gz").stat().st_size > 0
+    assert not list(folder.glob("logs/*ok.log"))
+    assert not (folder / "out/commands.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_what_lacks_gpus_root_or_time_is_left_out(fakes, monkeypatch, capsys):
+    folder = fakes(fake("two", gpus=2), fake("ok", seconds=40.0), fake("net", root=True))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert suite("--minutes", "0.2") == 2
+    captured = capsys.readouterr()
+    reasons = "needs 2 GPUs, 1 here; the 0.2 minutes are used up; needs root on Linux, to make a network"
+    assert captured.err.splitlines() == [f"error: nothing to measure: {reasons}"]
+    assert "fake two │ left out │ 0 ms │ needs 2 GPUs, 1 here" in " ".join(captured.out.split())
+    assert list((folder / "logs").iterdir()) == []
+
+
+def test_on_a_cpu_time_is_only_limited_where_it_is_hopeless(fakes, capsys):
+    folder = fakes(fake("ok", seconds=0.001, gpus=0), fake("record", seconds=90.0, gpus=0))
+    assert suite("--edition", "cpu", "--minutes", "1") == 0  # the first is no faster than a process starts
+    assert "the 1 minutes are used up" in capsys.readouterr().out
+    assert len(list(folder.glob("logs/*"))) == 1
+    assert AllSettings(edition="cpu").seconds == float("inf")
+
+
+def test_a_budget_leaves_time_to_finish(fakes):
+    folder = fakes(fake("budget", seconds=65.0, takes_budget=True))
+    assert suite("--commit", "abc", "--minutes", "0.5") == 0
+    options = json.loads(log(folder, "budget").split(maxsplit=3)[3])
+    common = ["--results", str(folder / "out"), "--commit", "abc"]
+    assert options == [*common, "--budget", "10", "--patience", "5"]
+    whole = arguments(fake("x", takes_budget=True), AllSettings(), Path("/out"), 65.0)
+    assert whole[-4:] == ["--budget", "45", "--patience", "5"]
+    assert arguments(fake("x", takes_budget=True), AllSettings(), Path("/out"), 15.0)[-3] == "1"
+    assert arguments(fake("x", takes_budget=True), AllSettings(smoke=True), Path("/out"), 65.0)[-1] == "--smoke"
+
+
+def test_the_gpu_edition_fits_into_eight_minutes_and_writes_no_caches():
+    assert 60 * sum(run.minutes for run in GPU if run.gpus == 1) <= AllSettings(edition="gpu").seconds == 480
+    assert [run.name for run in GPU[:2]] == ["correctness", "norms"]
+    tests = [word for word in GPU[0].options if word.startswith("tests/")]
+    assert all((running.ROOT / name).exists() for name in tests)
+    assert "no:cacheprovider" in arguments(GPU[0], AllSettings(), Path("/out"), 9.0)
+    assert "PYTHONDONTWRITEBYTECODE=1" in running.surroundings()
+    assert all(60 * run.minutes > running.MARGIN for run in GPU if run.takes_budget)
+
+
+@pytest.mark.parametrize("edition", EDITIONS)
+def test_every_command_is_one_with_options_that_exist(edition):
+    assert len({run.command for run in EDITIONS[edition]}) == len(EDITIONS[edition])
+    for run in EDITIONS[edition]:
+        if run.source == "pytest":
+            continue
+        command = __import__(run.source, fromlist=["main"]).main
+        given = arguments(run, AllSettings(commit="abc"), Path("/out"), 30.0)
+        assert given[3 : 3 + len(run.options)] == list(run.options)
+        context = command.make_context(run.source, given[3:])
+        if run.root:  # the command that it runs as well
+            named, inner = context.params["command"][0] == "-m", list(context.params["command"])
+            module = inner[1] if named else "benchmarks.allreduce"
+            context = __import__(module, fromlist=["main"]).main.make_context(module, inner[1 + named :])
+        if run.records:
+            assert str(context.params["results"]) == "/out"
+            assert context.params["commit"] == "abc"
+        assert ("/out/profile" in given) == (run.leaves == "profile")
+        for name in context.params.get("candidate") or ():
+            assert run.name == "fused" or name in __import__(run.source, fromlist=["CANDIDATES"]).CANDIDATES
+
+
+def test_the_write_up_has_a_small_model_on_two_ranks_of_one_node_and_of_two():
+    small = [run.command for run in CPU if run.name in ("ddp", "zero") and "small" in run.options]
+    assert sum("--backend gloo" in each for each in small) == sum("--backend shm" in each for each in small) == 2
+    assert sum("two_nodes --nproc 1" in each for each in small) == 2
+    warm = {run.options[run.options.index("--warmup") + 1] for run in CPU if "--warmup" in run.options}
+    assert warm | {"2"} == {"0", "1", "2", "5"}  # 2 is the default
+
+
+def test_kernels_are_compiled_where_there_is_a_gpu(fakes, monkeypatch):
+    def interpreted() -> str:
+        show = [*running.surroundings(), "sh", "-c", "echo $TRITON_INTERPRET"]
+        return subprocess.run(show, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert interpreted() == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert interpreted() == "1"
+
+
+def test_a_smoke_run_needs_no_gpu(fakes, monkeypatch):
+    folder = fakes(Benchmark("correctness", module="pytest"), fake("ok"), fake("two", gpus=2), fake("net", root=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert suite("--smoke") == 0
+    assert log(folder, "ok") == 'this is ok ["--smoke"]\n'
+    assert [path.name for path in folder.glob("logs/*")] == ["02_ok.log"]
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "line"),
+    [
+        (("--edition", "gpu"), False, "error: --edition gpu needs a CUDA device, and torch finds none here; --smoke "),
+        (("--only", "everything"), True, "error: --only everything is no benchmark; there are ok, two"),
+        (("--only", "two", "--smoke"), True, "error: --smoke leaves out two: it is for benchmarks on one device"),
+        (("--pack", "file/all.tar.gz"), True, "error: cannot write file: "),
+        (("--pack", "."), True, "error: cannot write .: Is a directory; choose another --pack"),
+        (("--logs", "file"), True, "error: cannot write "),
+        (("--minutes", "-1"), True, "error: Invalid value for '--minutes': -1.0 is not in the range 0<=x<="),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_run(options, has_gpu, line, fakes, monkeypatch, capsys):
+    folder = fakes(fake("ok"), fake("two", gpus=2))
+    (folder / "file").write_text("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert suite(*options) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+    assert not list(folder.glob("logs/*"))
