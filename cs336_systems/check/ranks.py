@@ -93,6 +93,7 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
 
 
 def line_of(error: BaseException) -> str:
+    """Kind and message of an error, in one line that is not too long."""
     words = re.sub(r"\[\S+\.cc:\d+\] ", "", " ".join(str(error).split()))  # gloo's own place in its source
     return f"{type(error).__name__}: {words if len(words) <= SAID else f'{words[:SAID]} ...'}"
 

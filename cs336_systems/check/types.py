@@ -87,6 +87,25 @@ class _Watch(TorchFunctionMode):
             raise self.explain(error, func.__name__, [*args, *(kwargs or {}).values()]) from error
         return self.spmd.mutate_type(y, self.group, src=self.spmd.V, dst=self.spmd.P) if dim == 1 else y
 
+    def summed(self, loss: Any, logits: Tensor, *args: Any) -> Tensor:
+        """The loss, whose sums over all words are in-place collectives inside one autograd function."""
+        with Shadow(self.group) as shadow:
+            y: Tensor = loss(shadow.give(logits, P), *args)
+        if shadow.of(y) != R:
+            types = f"Partial (P) on axis {self.axis}, and must be Invariant (I)"
+            raise RefusedError(
+                f"{self.where[-1]}: the loss is {types}: a sum over all ranks' words is missing inside it"
+            )
+        return y
+
+    def follow(self, module: nn.Module, stack: ExitStack) -> None:
+        """Know which module runs."""
+        for name, each in module.named_modules():
+            if name:
+                before = each.register_forward_pre_hook(lambda *_, name=name: self.where.append(name), prepend=True)
+                stack.callback(before.remove)
+                stack.callback(each.register_forward_hook(lambda *_: self.where.pop() and None).remove)
+
     def explain(self, error: Exception, operator: str, operands: list[Any]) -> RefusedError:
         """The sentence for an operator that refuses its operands' types."""
         flat = [x for each in operands for x in (each if isinstance(each, list | tuple) else [each])]
@@ -124,17 +143,6 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
     apply, start, wait = pairs._apply, Exchange.__init__, Exchange.wait
     loss, ring = vocabulary._CrossEntropy.apply, _Ring.apply
 
-    def summed(logits: Tensor, *args: Any) -> Tensor:
-        """The loss, whose sums over all words are in-place collectives inside one autograd function."""
-        with Shadow(group) as shadow:
-            y: Tensor = loss(shadow.give(logits, P), *args)
-        if shadow.of(y) != R:
-            types = f"Partial (P) on axis {axis}, and must be Invariant (I)"
-            raise RefusedError(
-                f"{watch.where[-1]}: the loss is {types}: a sum over all ranks' words is missing inside it"
-            )
-        return y
-
     def move(x: Tensor, ahead: Any, back: Any, group: Group, dim: int, label: str) -> Tensor:
         name, types, letter = PAIRS.get((ahead, back), ("no pair", "", ""))  # without its conjugate it is no collective
         return run(apply, types, letter, f"pairs.{name} '{label}'", x, ahead, back, group, dim, label)
@@ -150,12 +158,12 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
         enter(mock.patch.object(Exchange, "__init__", begin))
         enter(mock.patch.object(Exchange, "wait", lambda exchange: run(wait, "", "V", "", exchange)))
         enter(mock.patch.object(_Ring, "apply", partial(run, ring, "V", "V", "the ring")))
-        enter(mock.patch.object(vocabulary._CrossEntropy, "apply", partial(run, summed, "V", "I", "the loss")))
-        for name, each in module.named_modules():
-            if name:
-                before = each.register_forward_pre_hook(lambda *_, name=name: watch.where.append(name), prepend=True)
-                stack.callback(before.remove)
-                stack.callback(each.register_forward_hook(lambda *_: watch.where.pop() and None).remove)
+        enter(
+            mock.patch.object(
+                vocabulary._CrossEntropy, "apply", partial(run, partial(watch.summed, loss), "V", "I", "the loss")
+            )
+        )
+        watch.follow(module, stack)
         enter(spmd.set_current_mesh({axis: spmd.MeshAxis.of(group)}))
         enter(spmd.checker.typecheck(local=True))
         yield enter(watch)
