@@ -99,7 +99,7 @@ class Journal:
         with os_errors(f"write {self.path}", "name another folder with --results DIR"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_suffix(".part")
-            part.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(self.found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             part.replace(self.path)
 
 

@@ -81,7 +81,7 @@ def test_the_file_itself_runs_as_a_script(in_tmp):
 
 
 def test_smoke_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr(e2e, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run("--smoke") == 0
 
 

@@ -134,7 +134,7 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
 
 
 def test_a_smoke_run_is_quick_and_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(kernel_run, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(fused.main, ["--smoke", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "ours: not timed on a CPU" in shown

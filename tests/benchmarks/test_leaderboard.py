@@ -62,7 +62,7 @@ def test_the_predicted_time_is_that_of_the_hand_count():
 
 
 def test_a_smoke_run_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(leaderboard, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(leaderboard.main, ["--smoke", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "attention-2025: not run on a CPU" in shown

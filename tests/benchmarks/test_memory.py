@@ -79,7 +79,7 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
 
 
 def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr(memory, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     for which in (("--mode", "forward"), ("--residuals",)):
         assert run("--smoke", *which) == 0
     assert not list(in_tmp.iterdir())

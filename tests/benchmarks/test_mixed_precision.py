@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import mixed_precision
 from benchmarks.lib.mixed_precision_parts import (
     LOG_SOFTMAX,
     LOSS,
@@ -220,7 +219,7 @@ def test_one_lesson_and_one_precision(in_tmp, capsys):
 
 
 def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(mixed_precision, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run("--smoke", "--device", "cpu", capsys=capsys)[0] == 0
     assert not list(in_tmp.iterdir())
 
