@@ -54,7 +54,7 @@ def through_two_nodes(name: str, options: tuple[str, ...], *command: str, minute
 WRAPPERS = ("bucketed", "naive", "flat", "overlapped", "zero1", "zero2", "zero3", "torch-ddp")
 NARROW = ("--d-model", "512", "--layers", "8", "--batch-size", "1", "--context", "32")
 SLOW_LINK = ("--d-model", "256", "--layers", "4", "--context", "64", "--bucket-sizes", "1 5 25")
-# 124 M parameters on two ranks: gradients of 497 MB, so that buckets of 1 MB are hundreds and those of 1000 MB one.
+# 92.7 M parameters on two ranks: gradients of 371 MB, so that buckets of 1 MB are hundreds and those of 1000 MB one.
 SMALL = ("--size", "small", "--batch-size", "1", "--context", "128", "--rounds", "3", "--steps", "1")
 SWEEP = ("--bucket-sizes", "1 10 100 1000")
 BACKENDS = ("gloo", "shm")
