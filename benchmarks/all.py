@@ -34,7 +34,7 @@ def chosen(settings: AllSettings) -> list[Benchmark]:
             raise UserError(f"--only {name} is no benchmark; there are {', '.join(known)}")
     found = [run for run in runs if run.name in (settings.only or known)]
     if settings.smoke:
-        found = [run for run in found if run.source != "pytest" and run.gpus < 2 and not run.root]
+        found = [run for run in found if run.source != "pytest" and run.records and run.gpus < 2 and not run.root]
     if not found:
         raise UserError(f"--smoke leaves out {', '.join(settings.only)}: it is for benchmarks on one device")
     return found
@@ -54,16 +54,18 @@ def show(outcomes: Iterable[Outcome], head: str) -> None:
 
 def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> None:
     """Print what will be measured and how long that takes, and what is left out."""
-    planned = [skipped(run, settings, journal) or Outcome(run, "to measure", journal.seconds(run)) for run in runs]
+    planned = [skipped(run, settings, journal) or Outcome(run, "to measure") for run in runs]
+    planned = [replace(each, seconds=journal.seconds(each.run)) for each in planned]
     todo = [each.seconds for each in planned if each.status == "to measure"]
     expected = format_seconds(min(sum(todo), settings.seconds))
     show(planned, "plan")
     print(f"{len(todo)} of {len(planned)} commands to measure, about {expected}", flush=True)
 
 
-def prepare_folders(settings: AllSettings) -> None:
-    """Make the folder of logs, and see whether the archive can be written. Raises UserError before anything is run."""
-    for place, option in ((settings.logs, "--logs"), (settings.pack and settings.pack.parent, "--pack")):
+def prepare_folders(settings: AllSettings, results: Path) -> None:
+    """Make the folders of records and logs, and see whether the archive can be written. Raises UserError."""
+    folders = ((results, "--results"), (settings.logs, "--logs"), (settings.pack and settings.pack.parent, "--pack"))
+    for place, option in folders if not settings.smoke else folders[1:]:
         try:
             if place:
                 place.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,7 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
     if settings.list:
         return []
     settings = replace(settings, logs=settings.logs.resolve())
-    prepare_folders(settings)
+    prepare_folders(settings, results)
     print(printable(f"records in {results}, output in {settings.logs}; ^C stops, the same command goes on"), flush=True)
     try:
         with ended_politely():

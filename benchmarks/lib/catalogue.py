@@ -1,7 +1,7 @@
 """Every benchmark that the write-up cites: the command that measures it, how long it takes, and what it needs.
 
-An edition is measured on one kind of machine: `CPU` on two cores, `GPU` on one GPU or several. Each begins with what is
-missed most, since what comes last may find no time left.
+An edition is measured on one kind of machine: `CPU` on two cores, `GPU` on one GPU or several. That of a GPU begins
+with what is missed most, since what comes last may find no time left.
 """
 
 import shlex
@@ -59,7 +59,6 @@ SMALL = ("--size", "small", "--batch-size", "1", "--context", "128", "--rounds",
 SWEEP = ("--bucket-sizes", "1 10 100 1000")
 BACKENDS = ("gloo", "shm")
 
-# What a reader waits for least comes first.
 CPU = (
     Benchmark("mixed_precision", minutes=0.3),
     Benchmark("norms", minutes=3),

@@ -110,7 +110,7 @@ def count_calls(
         finally:
             with quiet_profiler():
                 run.stop()
-    return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run)), world)]
+    return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run), allow_nan=False), world)]
 
 
 def calls_of(run: profile) -> Calls:

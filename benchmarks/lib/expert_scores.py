@@ -212,7 +212,7 @@ class Scorer:
             load = summarise_load(tally.wanted.cpu(), tally.kept.cpu())
         mine = {name: getattr(tally, name) for name in ("scoring", "reading", "cpu", "layers_cpu", "collectives")}
         mine["blocks"] = list(tally.blocks.items())
-        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine), self.mesh.world)]
+        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine, allow_nan=False), self.mesh.world)]
         blocks = dict(sorted(pair for rank in ranks for pair in rank.pop("blocks")))
         tokens = sum(map(self.blocks.targets, blocks))
         return Outcome(tally.dispatch, math.fsum(blocks.values()), tokens, blocks, ranks, load)

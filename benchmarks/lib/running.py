@@ -72,7 +72,7 @@ class Journal:
 
     def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
         self.path = folder / "commands.json"
-        self.stamp = {name: stamp[name] for name in ("commit", "device", "date")}
+        self.stamp = {name: stamp[name] for name in ("commit", "dirty", "device", "date")}
         self.found: dict[str, dict[str, Any]] = {}
         if not self.path.exists():
             return
@@ -89,9 +89,10 @@ class Journal:
         return float(self.found[run.command]["seconds"]) if run.command in self.found else 60 * run.minutes
 
     def has(self, run: Benchmark) -> bool:
-        """True if a command was measured on this device at this commit."""
-        last, keys = self.found.get(run.command, {}), ("commit", "device")
-        return self.stamp["commit"] is not None and all(last.get(key) == self.stamp[key] for key in keys)
+        """True if a command was measured on this device at this commit, without changes then or now."""
+        last, keys = self.found.get(run.command, {}), ("commit", "dirty", "device")
+        known = self.stamp["commit"] is not None and not self.stamp["dirty"]
+        return known and all(last.get(key) == self.stamp[key] for key in keys)
 
     def add(self, run: Benchmark, seconds: float) -> None:
         """Note that a command has been measured. The file is replaced as a whole."""
@@ -190,7 +191,7 @@ def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path,
         limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * max(1.0, pace) * expected)
         seconds = min(limit, deadline - time.monotonic())
         if seconds < min(limit, LEAST if run.gpus else expected):
-            outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes are used up"))
+            outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes do not suffice"))
         else:
             left = format_seconds(min(pace * sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
             print(printable(f"[{place + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)

@@ -15,6 +15,8 @@ from cs336_systems.check.targets import exercise as find_exercise
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
+TYPED_RANKS = 64
+
 
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
     """Checks of types alone: of the model that a function without parameters returns, or of what reduces gradients."""
@@ -61,7 +63,7 @@ def exercise_checks(name: str, target: str, tests: str | None, **options: Any) -
 )
 @click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
-@click.option("--types", is_flag=True, help="Check types alone, on 64 ranks that do not exist.")
+@click.option("--types", is_flag=True, help=f"Check types alone, on {TYPED_RANKS} ranks that do not exist.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
 @click.option("--tests", metavar="FILE", help="With --exercise: tests that pass on TARGET and fail where it is broken.")
@@ -81,7 +83,8 @@ def main(
 
     TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),
     torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, or accelerate. A function build()
-    in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
+    in the file gives the model; with --types TARGET may be FILE.py:build itself, which returns a split model and
+    its inputs. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
     """
     if tests and not (exercise and target):
         raise UserError("--tests needs --exercise NAME and TARGET, the file that the tests are of")
@@ -93,6 +96,9 @@ def main(
         raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
     require_target(target)
     if types:
+        given = {"--exercise": exercise, "--only": only, "--tests": tests, "--ranks": ranks != 2}
+        if ignored := [name for name, value in given.items() if value]:
+            raise UserError(f"--types has checks of its own, on {TYPED_RANKS} ranks: drop {' and '.join(ignored)}")
         checks = type_checks(target, kind)
     elif exercise:
         checks = exercise_checks(exercise, target, tests, ranks=ranks, timeout=timeout)

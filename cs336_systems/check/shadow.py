@@ -146,9 +146,8 @@ class Weights:
         for name, weight in module.named_parameters(recurse=False):
             if (found := self.shadow.of(weight)) != R:
                 said = f"{NAMES[found]} on axis {self.axis}, and must be {NAMES[R]}"
-                raise RefusedError(
-                    f"{where}.{name}: it is {said}: what it was at first, or was updated to, is not sent to all"
-                )
+                name = f"{where}.{name}".lstrip(".")
+                raise RefusedError(f"{name}: it is {said}: its first values or its updates are not sent to all ranks")
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -201,6 +200,9 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> 
         except RefusedError as refusal:
             status, says = WRONG, str(refusal)
         except Exception as error:
+            if isinstance(error, MessagesError) and case.name == FIRST.name:
+                why = "it sums by messages; leave --types out to compare numbers"
+                raise UserError(f"--types cannot follow {candidate.name}: {why}") from None
             absent = "no_sync" in str(error) or isinstance(error, MessagesError)
             status, says = ABSENT if absent else FAILED if case.name == FIRST.name else REFUSED, line_of(error)
         report.verdicts.append(Verdict(case.name, status, says, "docs/check.md#types"))

@@ -51,9 +51,9 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
         os._exit(2)
     except KeyboardInterrupt:
         os._exit(130)
-    except BrokenPipeError:
-        os._exit(UNREAD)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and console.is_unread():
+            os._exit(UNREAD)
         report.write_text(traceback.format_exc())
         os._exit(1)
 
@@ -87,11 +87,11 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 for process in processes:
                     stop(process)
                 _join(processes, time.monotonic() + 2)
-        if UNREAD in [process.exitcode for process in processes]:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads the output of the ranks any more")
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
             code: int = processes[failed].exitcode
+            if code == UNREAD:
+                raise BrokenPipeError(errno.EPIPE, "nobody reads the output of the ranks any more")
             if code == 2:
                 raise UserError(message)
             if code == 130:

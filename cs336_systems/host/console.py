@@ -3,11 +3,12 @@
 import errno
 import math
 import os
+import select
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from io import TextIOWrapper
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -79,6 +80,8 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # click handles those that come inside of the command
+        if not is_unread():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python may flush at its end
         return 1
     except (click.ClickException, UserError) as error:
@@ -90,14 +93,22 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     return 0
 
 
+def is_unread() -> bool:
+    """True if the output is a pipe that nobody reads any more."""
+    look = select.poll()
+    with suppress(OSError, ValueError):  # a test's output has no number
+        look.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in look.poll(0))
+
+
 @contextmanager
 def os_errors(doing: str, advice: str = "") -> Iterator[None]:
     """Raise UserError for an OSError inside the block: `cannot write FILE: No space left on device`, and advice."""
     try:
         yield
-    except BrokenPipeError:  # of the output, not of what is done here
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_unread():  # of the output, not of what is done here
+            raise
         raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
 
 

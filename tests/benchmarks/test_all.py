@@ -42,7 +42,7 @@ def fakes(in_tmp, monkeypatch):
     monkeypatch.setenv("PIDS", str(in_tmp / "pids"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    stamp = {"device": "NVIDIA H200", "date": "2025-01-01T00:00:00+00:00"}
+    stamp = {"dirty": False, "device": "NVIDIA H200", "date": "2025-01-01T00:00:00+00:00"}
     monkeypatch.setattr(everything, "environment", lambda device, commit: {"commit": commit, **stamp})
 
     def install(*runs):
@@ -121,6 +121,10 @@ def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
     for options in (("--commit", "another"), ("--commit", "abc", "--again")):  # as long as it took
         assert suite("--list", *options) == 0
         assert "2 of 2 commands to measure, about 27.0 s" in capsys.readouterr().out
+    took["python -m fake ok"]["dirty"] = True  # then the commit is not what was measured
+    (folder / "out/commands.json").write_text(json.dumps(took))
+    assert suite("--list", "--commit", "abc") == 0
+    assert "2 of 2 commands to measure" in capsys.readouterr().out
 
 
 def test_what_another_device_measured_is_measured_here(fakes, capsys):
@@ -149,7 +153,7 @@ def test_a_remark_is_a_column_only_where_there_is_one(fakes, capsys):
 def test_no_time_at_all_is_one_line_and_exit_code_2(fakes, capsys):
     folder = fakes(fake("ok"))
     assert suite("--minutes", "0") == 2
-    assert capsys.readouterr().err.splitlines() == ["error: nothing to measure: the 0 minutes are used up"]
+    assert capsys.readouterr().err.splitlines() == ["error: nothing to measure: the 0 minutes do not suffice"]
     assert not list(folder.glob("logs/*"))
 
 
@@ -196,16 +200,16 @@ def test_what_lacks_gpus_root_or_time_is_left_out(fakes, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert suite("--minutes", "0.2") == 2
     captured = capsys.readouterr()
-    reasons = "needs 2 GPUs, 1 here; the 0.2 minutes are used up; needs root on Linux, to make a network"
+    reasons = "needs 2 GPUs, 1 here; the 0.2 minutes do not suffice; needs root on Linux, to make a network"
     assert captured.err.splitlines() == [f"error: nothing to measure: {reasons}"]
-    assert "fake two │ left out │ 0 ms │ needs 2 GPUs, 1 here" in " ".join(captured.out.split())
+    assert "fake two │ left out │ 20.0 s │ needs 2 GPUs, 1 here" in " ".join(captured.out.split())
     assert list((folder / "logs").iterdir()) == []
 
 
 def test_on_a_cpu_time_is_only_limited_where_it_is_hopeless(fakes, capsys):
     folder = fakes(fake("ok", seconds=0.001, gpus=0), fake("record", seconds=90.0, gpus=0))
     assert suite("--edition", "cpu", "--minutes", "1") == 0  # the first is no faster than a process starts
-    assert "the 1 minutes are used up" in capsys.readouterr().out
+    assert "the 1 minutes do not suffice" in capsys.readouterr().out
     assert len(list(folder.glob("logs/*"))) == 1
     assert AllSettings(edition="cpu").seconds == float("inf")
 

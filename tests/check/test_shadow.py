@@ -38,7 +38,7 @@ def test_what_students_write_is_accepted(source):
 
 
 UNREDUCED = r"the gradient that SGD uses is Partial \(P\) on axis dp, .* an all-reduce or a reduce-scatter is missing"
-UNSENT = r"it is Varying \(V\) on axis dp, and must be Replicate \(R\): .* is not sent to all"
+UNSENT = r"it is Varying \(V\) on axis dp, and must be Replicate \(R\): .* are not sent to all ranks"
 LACKING = {  # planted mistakes and published bugs that lack a collective, and what is said of them
     "nothing is reduced": UNREDUCED,
     "one bucket is forgotten": UNREDUCED,
@@ -52,6 +52,7 @@ LACKING = {  # planted mistakes and published bugs that lack a collective, and w
 
 
 LACKED = [each for each in MISTAKES + PUBLISHED if each.name in LACKING]
+assert {each.name for each in LACKED} == LACKING.keys()
 
 
 @pytest.mark.parametrize("mistake", LACKED, ids=lambda e: e.name)
@@ -64,7 +65,7 @@ def test_without_a_collective_it_is_refused(mistake):
 
 
 GALLERY = {  # variants of this library that lack a collective: the candidate, and what refuses it
-    "skipped-bucket": ("ours:ddp-bucketed", "unused on every rank", "must be Replicate"),
+    "skipped-bucket": ("ours:ddp-bucketed", "unused on every rank", UNREDUCED),
     "sticky-no-sync": ("ours:ddp-bucketed", "accumulation in no_sync", UNREDUCED),
     "no-all-gather": ("ours:zero1", "training", UNSENT),
     "wrong-slice": ("ours:zero2", "training", UNREDUCED),

@@ -172,4 +172,4 @@ def test_a_stack_by_its_option(capsys):
     assert "= 4 parts have 32 layers: chunk 0 of every stage comes first, then chunk 1" in capsys.readouterr().err
     for words in (["--zero", "3"], ["--stack", "nanotron"]):
         assert run_command(main, [*common, *words, "--kernels", "triton"]) == 2
-        assert "is plain PyTorch without --kernels triton: drop it, or take --stack" in capsys.readouterr().err
+        assert "is plain PyTorch and has none; leave --kernels out, or add --stack megatron" in capsys.readouterr().err

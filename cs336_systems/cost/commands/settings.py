@@ -84,7 +84,8 @@ class ModelOptions:
         name = chosen or usual_stack(zero, self.kernels)
         if self.kernels == "triton" and STACKS[name].kernels == "torch":
             raise UserError(
-                f"--stack {name} is plain PyTorch without --kernels triton: drop it, or take --stack megatron"
+                f"--kernels triton: stack {name}{' (of --zero 3)' * (not chosen)} is plain PyTorch and has none; leave "
+                "--kernels out, or add --stack megatron"
             )
         return name
 
