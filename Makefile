@@ -47,7 +47,7 @@ $(VENV)/.other-triton: $(VENV)/.installed
 # Workers and the commands that tests start read compiled files, even where the environment says not to write any.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --maxfail 25
 
-test: $(VENV)/.dev ## run the tests (no GPU needed; five to seven minutes on two cores)
+test: $(VENV)/.dev ## run the tests (no GPU needed; six to ten minutes on two cores)
 	$(PYTEST) -m "not slow"
 
 proof: $(VENV)/.dev ## run the proof alone: equality, misuse, kernels against float64, crashes, broken variants
