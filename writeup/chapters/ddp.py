@@ -27,6 +27,11 @@ def spoken(book: Book) -> dict[str, Any]:
             for name in ("naive", "flat", "overlapped")
         )
         found[backend] = {"naive": naive, "flat": flat, "overlapped": overlapped}
+    sized = [each.metrics for each in book.cite("ddp", size="small", link="", backend="shm").measured]
+    sized = [each for each in sized if "communication_ms" in each]
+    if sized:
+        found["small"] = {"share": max(each["communication_share"] for each in sized),
+                          "times": min(each["exposed_ms"] / each["communication_ms"] for each in sized)}  # fmt: skip
     slow = book.cite("ddp", link=bool, backend="gloo")
     naive, overlapped = (slow.need(candidate=name).metrics["exposed_ms"] for name in ("naive", "overlapped"))
     return found | {"overlap": min(traced.metrics["overlap"]), "most": max(traced.metrics["overlap"]),
