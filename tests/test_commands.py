@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.records import results_folder
 from cs336_systems import __main__ as commands
-from cs336_systems.host.console import run_command
+from cs336_systems.comm.launch import run_ranks
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors, run_command
 from cs336_systems.host.machine import choose_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,3 +101,16 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(ranks):
     )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def write_to_a_closed_pipe(place) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+
+
+def test_a_broken_pipe_that_is_not_the_outputs_is_said():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 ended with exit code 1.*_closed_pipe.*BrokenPipeError"):
+        run_ranks(write_to_a_closed_pipe, 1, "cpu")
+    with pytest.raises(UserError, match="cannot write it: Broken pipe"), os_errors("write it"):
+        write_to_a_closed_pipe(None)
