@@ -33,7 +33,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(call INSTALL,--editable '.[dev$(COMMA)writeup]')
 	@touch $@ $(VENV)/.writeup
 
-demo: $(VENV)/.installed ## train a small language model and print a benchmark table (half a minute)
+demo: $(VENV)/.installed ## train a small language model and print a benchmark table (half a minute to a minute)
 	$(RUN) -m cs336_systems.train --size tiny --steps 150 --decay-steps 150 --log-file runs/demo/train.jsonl
 	$(RUN) -m benchmarks.e2e --size tiny --results runs/demo
 
