@@ -101,7 +101,7 @@ class Session:
 
     @property
     def records(self) -> list[Record]:
-        """What has been recorded so far."""
+        """The records so far."""
         return self.recorder.records
 
     def refused(self, name: str, refusal: Refusal, config: dict[str, Any], predicted: dict[str, Any]) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import click
 
-from cs336_systems.check.targets import EXERCISES, KINDS, require_target
+from cs336_systems.check.targets import EXERCISES, KINDS, TYPED_RANKS, require_target
 from cs336_systems.check.targets import exercise as find_exercise
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-
-TYPED_RANKS = 64
 
 
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:

@@ -34,6 +34,7 @@ from cs336_systems.check.cases import CASES, FIRST, Case
 from cs336_systems.check.oracle import Notes
 from cs336_systems.check.ranks import clean_torch, line_of, observe
 from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Report, Verdict
+from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
 
@@ -182,7 +183,7 @@ def _lies_in(x: Tensor, other: Tensor) -> bool:
     return start <= first and first + x.nbytes <= start + other.nbytes
 
 
-def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> Report:
+def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_RANKS) -> Report:
     """Verdicts on the types of a candidate that reduces gradients, as rank 0 of a fake group. Raises UserError for what
     cannot run so."""
     if candidate.name in UNTYPED or candidate.kind == "tensor-parallel":

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
 from cs336_systems.check.shadow import P, R, RefusedError, Shadow
+from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Exchange, Group, fake_ranks, pairs
 from cs336_systems.context_parallel import _Ring
 from cs336_systems.errors import UserError
@@ -169,7 +170,7 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
         yield enter(watch)
 
 
-def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: int = 64) -> list[RefusedError]:
+def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: int = TYPED_RANKS) -> list[RefusedError]:
     """Run a module forward and backward with types, as rank 0 of a fake group; returns the refusal, or nothing. The
     first ends the run, since what follows from it would be refused as well.
 
@@ -202,7 +203,7 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
 def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
     """The report on the types of a model that `build` returns (see type_check)."""
     refusals = type_check(build)
-    report = Report(name, "a model", 64, how="types alone, on ranks that do not exist")
+    report = Report(name, "a model", TYPED_RANKS, how="types alone, on ranks that do not exist")
     says = str(refusals[0]) if refusals else "accepted"
     report.verdicts.append(Verdict("types", WRONG if refusals else RIGHT, says, "docs/check.md#types"))
     return report

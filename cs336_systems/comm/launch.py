@@ -63,7 +63,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
 
     SIGTERM is passed on to the ranks, which are killed unless they end within `patience` seconds. The first failure
     stops the other ranks. Raises UserError with its line, RuntimeError with its traceback,
-    BrokenPipeError, or KeyboardInterrupt.
+    KeyboardInterrupt, or BrokenPipeError if nobody reads the output any more.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")

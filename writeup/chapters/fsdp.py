@@ -139,7 +139,7 @@ def observed(ranks: int, stage: int) -> Counter[Transfer]:
 
 
 def traffic(book: Book, ranks: int = 8) -> Table:
-    """What a rank of each stage sends in a step, in calls and bytes."""
+    """Calls and bytes of the collectives of a rank's step, by stage."""
     nbytes, rows = 4 * sum(count_parameters(model_preset(SIZE, YEAR)).values()), []
     for name, stage in STAGES.items():
         found, verbs = observed(ranks, stage), Counter[str]()
