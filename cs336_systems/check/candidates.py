@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,8 +96,7 @@ class CandidateSide(Side):
         """Whole gradients, where `.grad` has them."""
         if not self.candidate.has_gradients or self.candidate.kind == "step":
             return {}
-        found = super().gradients()
-        found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+        found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in super().gradients().items()}
         is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
         return found if is_whole else {}
 
@@ -139,8 +139,7 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
     """Model and optimizer of a wrapper; it may return both."""
-    given = accepted(wrap, GIVEN | {"group": group, "process_group": group})
-    model = wrap(module, **given)
+    model = wrap(module, **accepted(wrap, GIVEN | {"group": group, "process_group": group}))
     if isinstance(model, tuple):
         return model[0], model[1]
     if not callable(model):
@@ -162,8 +161,7 @@ def ours(name: str) -> Candidate:
     def build(module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
         return zero(module, cls, stage, group, **options)
 
-    gather = (lambda model: model.gather_full_params()) if stage == 3 else None
-    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, gather=gather, has_gradients=stage < 2)
+    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, has_gradients=stage < 2)
 
 
 def kind_of(target: Any, name: str = "") -> str:
@@ -193,11 +191,8 @@ def candidate(target: Any, kind: str | None = None, name: str = "", beside: Modu
     if kind not in KINDS:
         raise UserError(f"--as {kind} does not exist; it is one of {', '.join(KINDS)}")
     if kind == "step":
-        unknown = [
-            each.name for each in inspect.signature(target).parameters.values()
-            if each.name not in BATCH and each.default is each.empty
-        ]  # fmt: skip
-        if unknown:
+        required = [key for key, each in inspect.signature(target).parameters.items() if each.default is each.empty]
+        if unknown := [key for key in required if key not in BATCH]:
             raise UserError(f"{name}: what is {', '.join(unknown)}? A step's parameters are named {', '.join(BATCH)}")
         return Candidate(name, kind, target, nothing)
     return Candidate(name, kind, partial(sharded if kind == "sharded-optimizer" else wrapped, target))
@@ -231,16 +226,23 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     return [candidate(own[0], kind, beside=module)], build
 
 
+class Uncached(SourceFileLoader):
+    """Loader without __pycache__, where Python takes a file that changes twice within a second for its first text."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_file(path: Path) -> ModuleType:
     """A Python file as a module; what lies beside it can be imported by it. Raises UserError for what it raises."""
-    spec = spec_from_file_location(f"checked_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    module = module_from_spec(spec)
+    loader = Uncached(f"checked_{path.stem}", str(path))
+    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
+    module.__file__ = str(path)
     sys.path.append(str(path.resolve().parent))
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
     return module

@@ -1,5 +1,7 @@
 """The harness: what is timed, what is kept, and what is refused."""
 
+import ctypes
+import sys
 import time
 
 import pytest
@@ -62,11 +64,13 @@ def test_peak_memory_is_that_of_the_phase():
     memory = PeakMemory(CPU)
     if memory.read() is None:
         pytest.skip("this system does not let a process reset its peak")
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 2**16)  # M_MMAP_MAX, which the benchmarks of kernels set to 0 in this process
     size = 2**28
     done = measure({"big": lambda: torch.ones(size, dtype=torch.uint8), "small": lambda: None}, CPU, 0, 2, memory)
-    turns = (done.first_peak, done.peak)
-    assert min(peaks["big"] for peaks in turns) >= size * 0.99  # the kernel counts pages in batches
-    assert min(peaks["small"] for peaks in turns) < size / 2  # and may count what was freed a moment longer
+    for peaks in (done.first_peak, done.peak):
+        assert peaks["big"] >= size * 0.99  # the kernel counts pages in batches
+        assert peaks["small"] < size / 2
 
 
 def test_summary():

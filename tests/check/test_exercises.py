@@ -1,9 +1,11 @@
 """Exercises: an empty file is no solution, a solution passes, and one that breaks a promise does not."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from cs336_systems.check.candidates import load_file
 from cs336_systems.check.exercises import grade
 from cs336_systems.check.targets import EXERCISES, exercise
 from cs336_systems.check.variants import VARIANTS
@@ -212,6 +214,13 @@ def test_tests_of_what_is_wrong_or_without_variants(tmp_path):
         graded_tests("ring", tmp_path, "x = 1\n")
     with pytest.raises(UserError, match="matrices has no broken variants; ring, naive-ddp have"):
         graded_tests("matrices", tmp_path, RING_TESTS, TENSOR)
+
+
+def test_a_file_that_changes_within_a_second_is_read_anew(tmp_path):
+    for text in ("number = 1\n", "number = 2\n"):
+        path = written(tmp_path, text)
+        os.utime(path, (0, 0))
+        assert vars(load_file(path))["number"] == int(text[-2])
 
 
 def test_the_command_line_grades_tests(tmp_path, capsys):
