@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collective import size_name
-from benchmarks.records import Record, read_records
+from benchmarks.records import Record, read_records, shown
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
@@ -67,6 +67,6 @@ def plot(path: Path) -> Path:
     """Draw all records of a file, and return the picture's path, which lies beside it."""
     picture = path.with_suffix(".svg")
     # The same records give the same file: no date, and identifiers from a fixed salt.
-    with import_module("matplotlib").rc_context({"svg.hashsalt": "allreduce"}):
+    with shown(path), import_module("matplotlib").rc_context({"svg.hashsalt": "allreduce"}):
         draw(read_records(path)).savefig(picture, metadata={"Date": None})
     return picture

@@ -172,7 +172,7 @@ def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
     for cell in found.values():
         if "einsum" in cell and "sort" in cell and _run(cell["einsum"]) != _run(cell["sort"]):
             del cell["einsum"]
-    return [found[key] for key in sorted(found)]
+    return [found[key] for key in sorted(found) if "sort" in found[key]]
 
 
 def _run(record: Record) -> list[Any]:

@@ -21,7 +21,7 @@ from benchmarks.lib.options import RecordOptions
 from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
 from benchmarks.parallel_tables import markdown
-from benchmarks.records import Record, read_records
+from benchmarks.records import Record, read_records, shown
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import Backend, choose_backend
@@ -29,7 +29,7 @@ from cs336_systems.context_parallel import attention_work
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
-from cs336_systems.host.text import plot_text
+from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import Attention, ContextType
 from cs336_systems.traffic import sent
 from cs336_systems.train.recipe import Recipe
@@ -170,7 +170,8 @@ def context_tables(results: Path) -> list[str]:
         for record in sorted(read_records(path), key=lambda each: (each.config["context"], each.config["cp"])):
             groups.setdefault(title_of(record), []).append(record)
         tables += [
-            markdown(f"**Long sequences**; {title}", COLUMNS, list(map(row, rows))) for title, rows in groups.items()
+            markdown(f"**Long sequences**; {markdown_text(title)}", COLUMNS, list(map(row, rows)))
+            for title, rows in groups.items()
         ]
     return [*tables, CAPTION.replace("*", "\\*")] if tables else []
 
@@ -240,7 +241,8 @@ def main(**options: Any) -> None:
     recorder.keep(*records)
     recorder.tell()
     if recorder.path:
-        print(draw(recorder.path) if can_plot() else HOW_TO_PLOT)
+        with shown(recorder.path):
+            print(draw(recorder.path) if can_plot() else HOW_TO_PLOT)
     if wrong := [f"{name_of(layout)}: {layout.wrong}" for layout in layouts if layout.wrong]:
         raise WrongResultError("; ".join(wrong))
 
