@@ -157,10 +157,10 @@ def slow_disks(group, parent: str) -> list[str]:
     folder, said = Path(parent), []
 
     def slow(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *each: (time.sleep(0.3), real(*each))[1]
+        return lambda *each: (time.sleep(0.8), real(*each))[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "group_timeout", lambda _: timedelta(seconds=0.1))
+        patch.setattr(agreement, "group_timeout", lambda _: timedelta(seconds=0.5))
         where, name = ((os, "rename"), (os, "fsync"))[group.rank()]
         patch.setattr(where, name, slow(getattr(where, name)))
         if group.rank() == 1:
