@@ -17,7 +17,7 @@ def told(name: str, shortly: bool = False) -> str:
     said = WEAK.get(name, OURS)
     names = {status: [each for each in said if said[each] == status] for status in sorted({*said.values()})}
     if shortly and len(weak := names.get("weak", [])) > 1:
-        names["weak"] = [f"{len(weak)} programs that one process carries out, such as {weak[0]}"]
+        names["weak"] = [f"{len(weak)} usages that one process allows, such as “{weak[0]}”"]
     return "; ".join(["right", *(f"{status}: {', '.join(each)}" for status, each in names.items())])
 
 
