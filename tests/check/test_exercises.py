@@ -14,6 +14,7 @@ from tests.check.planted import DDP, OPTIMIZER, TENSOR
 from tests.check.solutions import MISTAKES, SOLUTIONS
 from tests.check.table import ROOT
 from tests.check.test_pages import run
+from tests.support.ranks import patience
 
 RING = """
 def all_reduce(flat, exchange, rank, world):
@@ -80,13 +81,13 @@ def written(folder: Path, text: str) -> Path:
 def test_an_exercise_tells_files_apart(name, tmp_path):
     """The file as it is printed fails, a solution passes, and what breaks a promise is told so, with exit code 1."""
     ranks, only = (3 if name == "ring" else 2), FEW[: 1 if name == "matrices" else 2]
-    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 5.0, only)
+    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, patience(5.0), only)
     assert (empty.exit_code(), "NotImplementedError" in str(empty)) == (2, True), empty
-    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 5.0, only)
+    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, patience(5.0), only)
     assert solved.exit_code() == 0, solved
     if name in BROKEN:
         text, said = BROKEN[name]
-        broken = grade(name, written(tmp_path, text), ranks, 5.0, only)
+        broken = grade(name, written(tmp_path, text), ranks, patience(5.0), only)
         assert broken.exit_code() == 1, broken
         assert said in " ".join(str(broken).split())
 
@@ -98,7 +99,7 @@ def test_a_mistake_is_told(name, mistake, tmp_path):
     """Each planted mistake ends with exit code 1, and what is wrong is said."""
     old, new, said = mistake
     assert SOLUTIONS[name].count(old) == 1
-    report = grade(name, written(tmp_path, SOLUTIONS[name].replace(old, new)), 2, 5.0, FEW)
+    report = grade(name, written(tmp_path, SOLUTIONS[name].replace(old, new)), 2, patience(5.0), FEW)
     assert report.exit_code() == 1, report
     assert said in " ".join(str(report).split())
 
@@ -176,7 +177,7 @@ TESTS = {"ring": (RING, RING_TESTS), "naive-ddp": (NAIVE, DDP_TESTS)}
 def graded_tests(name, folder, tests, solution=""):
     path = folder / "test_mine.py"
     path.write_text(tests)
-    return grade(name, written(folder, solution or TESTS[name][0]), 2, 5.0, tests=path)
+    return grade(name, written(folder, solution or TESTS[name][0]), 2, patience(5.0), tests=path)
 
 
 @pytest.mark.parametrize("name", TESTS)

@@ -7,7 +7,6 @@ error.
 
 import hashlib
 import importlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,6 @@ from cs336_systems.check import models
 from cs336_systems.check.models import Net, Program, Replica
 from cs336_systems.check.oracle import in_lock_step
 from cs336_systems.ddp import BucketedDDP
-from cs336_systems.host.machine import allowed_cores
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import WRAPPERS, zero
 from tests.support import ranks
@@ -195,15 +193,13 @@ def failing_case(group, module: str, name: str, mode: str) -> None:
 
 
 def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.5) -> None:
-    """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected. On a busy
-    machine ranks wait for each other in proportion: a rank that is late there is not the one that the case is about."""
-    timeout *= max(1.0, os.getloadavg()[0] / allowed_cores())
+    """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
     modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
     apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
     if together := [mode for mode in modes if mode not in apart]:
         ranks.run(together_case, world, module=module, name=name, modes=together)
     for mode in apart:
-        errors = ranks.run_failing(failing_case, world, timeout, module=module, name=name, mode=mode)
+        errors = ranks.run_failing(failing_case, world, ranks.patience(timeout), module=module, name=name, mode=mode)
         for rank, error in enumerate(errors):
             assert error is not None, f"{mode}: rank {rank} raised nothing"
             assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"

@@ -5,6 +5,7 @@ A case is a function at the top of a module, `case(group, **arguments)`, which a
 
 import atexit
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -13,8 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.host.machine import allowed_cores
+
 TIMEOUT = 60.0  # seconds of a case; a busy machine is slow
 COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
+
+
+def patience(seconds: float) -> float:
+    """How long a rank waits for another one: in proportion on a busy machine, where a rank is late that is right."""
+    return seconds * max(1.0, os.getloadavg()[0] / allowed_cores())
 
 
 class RanksFailedError(AssertionError):
