@@ -40,7 +40,7 @@ class Beside:
         if not self.suspects:
             return []
         first = self.suspects[:LISTED]
-        lines = [markdown_text(f"{DOUBTFUL} {each.text} {KINDS[each.kind]}: {each.why}") for each in first]
+        lines = [markdown_text(f"{DOUBTFUL} {each.text} ({KINDS[each.kind]}): {each.why}") for each in first]
         more = len(self.suspects) - LISTED
         rest = f" {more} more are in the chapter on [plausibility](#plausibility)." if more > 0 else ""
         source = f"Write-up of {self.table.source.when}, {self.table.where or self.table.name}"

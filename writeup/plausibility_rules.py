@@ -62,8 +62,8 @@ def no_growth(times: Mapping[float, float], bandwidth: float) -> str:
     if large < DECADES * small or large / bandwidth < times[small] or times[large] >= 2 * times[small]:
         return ""
     return (
-        f"{large / small:,.0f} times the bytes in {times[large] / times[small]:.2f} times the time: what is timed is "
-        "the start of the transfer, not its end"
+        f"{large / small:,.0f} times the bytes in {times[large] / times[small]:.2f} times the time: the "
+        "timer stopped at the start of the transfer, not at its end"
     )
 
 
@@ -129,7 +129,7 @@ def always_faster(pairs: Sequence[tuple[float, float]]) -> str:
     be faster by chance, in one of two tries at most; in all of five it is not chance (a sign test)."""
     if len(pairs) < SIGN_TEST or any(second >= first for first, second in pairs):
         return ""
-    return f"faster in all of {len(pairs)} rows, though the same work has a slower link in its way"
+    return f"faster in all of {len(pairs)} rows, though the same work crosses a slower link"
 
 
 def deviation_over_mean(mean: float, std: float) -> str:

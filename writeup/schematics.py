@@ -103,7 +103,7 @@ def schedules() -> Figure:
 
     return draw(
         "schematic-schedules", "**Computing the weights' gradients apart fills a pipeline's bubble.** Four stages, "
-        "eight microbatches, a backward of twice a forward's time; played by `cs336_systems/schedule`.",
+        "eight microbatches, a backward of twice a forward's time; simulated by `cs336_systems/schedule`.",
         "Three pipeline timelines with forward, backward and weight gradients as boxes", into, columns=3, width=9.0,
         height=2.2,
     )  # fmt: skip

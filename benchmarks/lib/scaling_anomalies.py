@@ -137,9 +137,9 @@ def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
         if len(ratios) < 3 or min(ratios[:2]) < COPIES_SLOWER or ratios[2] < FORWARD_SLOWER:
             continue
         text = (
-            f"{label(run)}: a sign of starved hosts, not of the network. Copying gradients and parameters within a "
+            f"{label(run)}: a sign of starved hosts, not of a slow network. Copying gradients and parameters within a "
             f"device takes {ratios[0]:.1f} and {ratios[1]:.1f} times the median of the {len(peers)} other rows with "
-            f"tp {run.tp} and pp {run.pp}, a forward pass {ratios[2]:.1f} times; such copies wait for nobody but the "
+            f"tp {run.tp} and pp {run.pp}, a forward pass {ratios[2]:.1f} times; such copies wait only for the "
             f"CPU. {BINDING}"
         )
         found.append(Anomaly("starved", (index,), text))
@@ -159,9 +159,9 @@ def stragglers(runs: Sequence[ScalingRun]) -> list[Anomaly]:
             every = ", ".join(f"{time:.1f}" for time in times.values())
             text = (
                 f"{', '.join(label(runs[i]) for i in late)}: {MEETING} takes {named} of the iteration, {least:.1f} ms "
-                f"in the row that needs least for the same work ({every} ms in all rows). It is the first meeting of "
-                "the ranks after the gradients' reduction, so this is waiting for the last one, in a single window: "
-                "take the median of several before reading a trend into it."
+                f"in the row that needs least for the same work ({every} ms in all rows). It is the ranks' "
+                "first collective after the gradients' reduction, so this time is waiting for the last rank. It is "
+                "from a single window: take the median of several before reading a trend into it."
             )
             found.append(Anomaly("stragglers", tuple(late), text))
     return found

@@ -176,7 +176,7 @@ def published_picture(theirs: Beside) -> Figure:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     return draw(
-        "all-reduce-published", "The original's figures. Below the black line, a link at full speed, nothing can be.",
+        "all-reduce-published", "The original's figures. True times lie above the black line, a link at full speed.",
         "Log-log plot of the original's all-reduce times for gloo on CPU and GPU and NCCL, with the link's limit", into,
     )  # fmt: skip
 

@@ -145,6 +145,6 @@ def gpu(records: list[Record], everywhere: list[Record]) -> str:
     if count := on_gpu(everywhere):
         return f"No record of this machine is from a GPU; {count} of other machines are, which `--machine` chooses."
     return (
-        "No record of any machine is from a GPU: what is said of GPUs here is published by others, or predicted. The "
-        "kernels in Triton were tested in its interpreter and compiled for a GPU, and never timed."
+        "No record of any machine is from a GPU: figures of GPUs here are published by others, or predicted. The "
+        "kernels in Triton were tested in its interpreter and compiled for a GPU, but not timed."
     )

@@ -165,13 +165,13 @@ def ours(cited: Citation) -> list[str]:
     piped = [record for record in cited.measured if record.config["pp"] > 1]
     if piped:
         gaps = (f"{r.config['layout']} {metric(r, 'bubble') - r.predicted['bubble']:+.1%}" for r in piped)
-        said.append(f"The measured bubble less the ideal one: {joined(gaps)}")
+        said.append(f"The measured bubble minus the ideal one: {joined(gaps)}")
     crowded = [r for r in cited.measured if r.config["ranks"] > r.environment["cores"]]
     if crowded:
         names = joined(r.config["layout"] for r in crowded)
         said.append(
-            f"Where there are more ranks than cores ({names}), a timer also holds the wait for a core: no speed is to "
-            "be read from it"
+            f"Where there are more ranks than cores ({names}), a timer includes the wait for a core, so it does "
+            "not show a speed"
         )
     worst = max(records, key=lambda r: abs(log((predicted_ms(r) or 1.0) / median_ms(r))))
     parts_ms = worst.predicted["parts_ms"]

@@ -58,7 +58,7 @@ def published(book: Book) -> Table:
     hardware = markdown_text(book.published.sources[STUDENT].hardware)
     note = (
         "Predicted by the large cost model, for an H100 with fp32 in TF32. "
-        f"{STUDENT}: {hardware}; neither batch nor context is told, so nothing is predicted."
+        f"{STUDENT}: {hardware}; batch and context are not published, so nothing is predicted."
     )
     return Table(book, heads, rows, notes=[note])
 

@@ -162,6 +162,6 @@ def shares(book: Book) -> str:
     ours = joined(f"{8 * load / GIB:.3f}" for load in sorted(loads))
     shown = joined(each.shown("GiB") for each in found if each) if any(found) else ""
     return (
-        f"The original's ranks hold {shown} GiB of state; with tensors dealt out largest first they would hold "
+        f"The original's ranks hold {shown} GiB of state; with tensors assigned largest first they would hold "
         f"{ours} GiB, and in the flat layout the same to a few bytes."
     )
