@@ -178,7 +178,7 @@ def all_reduces() -> Figure:
             _lanes(each, [f"rank {rank}" for rank in range(RANKS)])
 
     return draw(
-        "schematic-all-reduce", "**A ring sends 2 (N - 1)/N of the tensor in 2 (N - 1) steps; memory that all see "
+        "schematic-all-reduce", "**A ring sends 2 (N - 1)/N of the tensor in 2 (N - 1) steps; shared memory "
         "needs two.** Red: reducing, blue: gathering.",
         "Two grids of steps by rank: a ring all-reduce and a two-shot all-reduce", into, 2, 8.0, 2.2,
     )  # fmt: skip

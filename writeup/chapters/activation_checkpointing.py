@@ -120,7 +120,7 @@ def picture(cited: Citation, plain: Record) -> Figure:
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     return draw(
-        "activation-checkpointing-segments", "The most bytes of activations at once, by the length of a segment.",
+        "activation-checkpointing-segments", "Peak bytes of activations, by the length of a segment.",
         "A line of predicted memory over the length of a segment, with points of what was measured", into,
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def measured_cells(cited: Citation) -> str:
     at = f"widths {joined(map(str, dims))} at {joined(f'{length:,}' for length in lengths)} tokens"
     which = at if whole else joined(f"{seq:,} tokens of width {dim}" for dim, seq in cells)
     count = f"{len(cells)} of the {len(GRID)} cells of the course's grid"
-    return f"Measured are {count}: {which}. The others are predicted."
+    return f"Only {count} were measured: {which}. The others are predicted."
 
 
 def limits() -> str:

@@ -68,5 +68,5 @@ def largest(book: Book, citations: list[Citation]) -> Table:
                 rows.append([name, shape(last), each, timing(book, base), faster, over(pair_ratios(base, floor))])
     heads = ("<kernel", "<shape", "<pass", "written out", "written out / compiled", "written out / lower bound")
     one = replace(citations[0], records=tuple(used)) if used else citations
-    note = "Lower bound: the matrix products alone where there are some, else a copy of the same bytes; both in turn."
+    note = "Lower bound: the matrix products alone or, without any, a copy of the same bytes; both in turn."
     return Table(book, heads, rows, one, notes=[note] if rows else [])

@@ -81,7 +81,7 @@ def alone(book: Book, norms: Citation) -> Table:
             theirs = [quoted(book, mean, "ms"), printed.shown("x") if printed else NONE]
         rows.append([f"{record.config['rows']} x {columns}", NORMS[name], *cells, *theirs])
     heads = ("<rows x columns", "<norm", "median", "least: a copy in turn (of measured)", "over LayerNorm")
-    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. 2024's rows are 50,000."
+    note = "A norm moves at least as many bytes as a copy of x to y. Ratios are in turn. 2024 used 50,000 rows."
     return Table(book, (*heads, "2024, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
 
 

@@ -47,7 +47,7 @@ def content(book: Book) -> dict[str, Any]:
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
             "megatron-study", narrowed(draw_study(study)),
-            "The published study: throughput, efficiency, and what an iteration is made of. In brackets: the findings.",
+            "The published study: throughput, efficiency, and parts of an iteration. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),
     }  # fmt: skip

@@ -137,7 +137,7 @@ def sweep_picture(cited: Citation) -> Figure:
     """The sweep in three panels."""
     return drawn(
         "moe-sweep", narrowed(draw_sweep(list(cited.measured))),
-        "The sweep: CPU time over experts, bytes over capacity, and what is dropped over capacity.",
+        "The sweep: CPU time over experts, bytes and dropped choices over capacity.",
         "Three panels: time over the number of experts, bytes and dropped choices over capacity",
     )  # fmt: skip
 

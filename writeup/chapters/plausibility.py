@@ -100,7 +100,7 @@ def twice(published: Publications) -> str:
     what = markdown_text(label(table.fixed))
     return (
         f"A student published {first.text} and then {second.text} for the same ({what}); {table.note}. No "
-        "rule here would have told: it takes samples in turn, and their spread."
+        "rule here detects this; only samples in turn, and their spread, do."
     )
 
 

@@ -122,7 +122,7 @@ def both(book: Book, system: System) -> Table:
             found = [book.published.value(ROD, table, candidate=name, columns=columns) for name in NORMS]
             cells = [floored(book, each, floor) for each in found]
             rows.append([f"{columns:,}", format_seconds(floor), section, *cells])
-    note = f"Above 100%: less than the bytes of both passes take at the full bandwidth of an {system.name}."
+    note = f"Above 100% a time is impossible: at the full bandwidth of an {system.name} the bytes take longer."
     heads = ("<columns", f"least on an {system.name}", "<section", *NORMS.values())
     return Table(book, heads, rows, notes=[note])
 

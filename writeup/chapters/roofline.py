@@ -107,6 +107,6 @@ def picture(notebook: Notebook) -> Any:
     return drawn(
         "roofline-operators", narrowed(canvas),
         "Every operator of the notebook's layer, and the head that it leaves out, under the roofs of its machine: "
-        "dashed the data sheet's, solid what is attainable. On the slope an operator waits for memory.",
+        "dashed the data sheet's, solid the attainable one. On the slope, memory limits an operator.",
         "Operators as points of FLOP/s over FLOPs a byte, under two rooflines",
     )  # fmt: skip
