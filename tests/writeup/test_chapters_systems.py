@@ -90,7 +90,7 @@ def test_what_is_said_of_our_layouts():
     many = scaled("2x2x1", 2, 4, 10.0, {"forward": 12.0})
     said = megatron.ours(citation(one, two, many))
     assert said[1] == "Of the ways to use two ranks, by efficiency: 1x2x1 (50%) and 2x1x1 (30%)"
-    assert said[2] == "The measured bubble less the ideal one: 1x2x1 +5.0% and 2x2x1 +5.0%"
+    assert said[2] == "The measured bubble minus the ideal one: 1x2x1 +5.0% and 2x2x1 +5.0%"
     assert "more ranks than cores (2x2x1)" in said[3]
     assert said[4] == "The prediction is furthest off for 2x1x1; 80% of it is tensor parallel"
     assert megatron.ours(Citation("scaling", "run it")) == []
