@@ -221,7 +221,7 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     ]  # fmt: skip
     own = [each for each in own if isinstance(each, type)] or own
     if len(own) != 1:
-        names = ", ".join(each.__name__ for each in own) or "none"
+        names = ", ".join(each.__name__ for each in own) or ("none but build" if build else "none")
         raise UserError(f"{path} has {len(own)} classes or functions ({names}); name one: {path}:NAME")
     return [candidate(own[0], kind, beside=module)], build
 

@@ -93,10 +93,8 @@ class _Watch(TorchFunctionMode):
         with Shadow(self.group) as shadow:
             y: Tensor = loss(shadow.give(logits, P), *args)
         if shadow.of(y) != R:
-            types = f"Partial (P) on axis {self.axis}, and must be Invariant (I)"
-            raise RefusedError(
-                f"{self.where[-1]}: the loss is {types}: a sum over all ranks' words is missing inside it"
-            )
+            why = "must be Invariant (I): a sum over all ranks' words is missing inside it"
+            raise RefusedError(f"{self.where[-1]}: the loss is Partial (P) on axis {self.axis}, and {why}")
         return y
 
     def follow(self, module: nn.Module, stack: ExitStack) -> None:
@@ -178,7 +176,10 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
     meant, a dictionary from parameters' names to letters. Weights that are not split, and inputs, are I unless their
     `spmd_type` says otherwise; a scalar result is a loss. Raises UserError without spmd_types."""
     with fake_ranks(0, ranks) as group:
-        built, inputs, *given = build()
+        returned = build()
+        if not (isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[1], tuple)):
+            raise UserError("build() of --types returns a split module, its inputs as a tuple, and types if need be")
+        built, inputs, *given = returned
         types = dict.fromkeys(built.partial if isinstance(built, TensorParallel) else (), "R") | dict(*given)
         module: nn.Module = built.model if isinstance(built, TensorParallel) else built
         with typed(group, axis, module) as watch:
@@ -202,8 +203,7 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
 
 def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
     """The report on the types of a model that `build` returns (see type_check)."""
-    refusals = type_check(build)
     report = Report(name, "a model", TYPED_RANKS, how="types alone, on ranks that do not exist")
-    says = str(refusals[0]) if refusals else "accepted"
-    report.verdicts.append(Verdict("types", WRONG if refusals else RIGHT, says, "docs/check.md#types"))
+    status, says = next(((WRONG, str(each)) for each in type_check(build)), (RIGHT, "accepted"))
+    report.verdicts.append(Verdict("types", status, says, "docs/check.md#types"))
     return report

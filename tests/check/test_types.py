@@ -219,3 +219,8 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types.checker", None)
     with pytest.raises(UserError, match=r"pip install 'cs336-systems\[types\]'"):
         type_check(build)
+
+
+def test_a_build_that_returns_something_else_is_refused():
+    with pytest.raises(UserError, match="returns a split module, its inputs as a tuple"):
+        type_check(lambda: (torch.nn.Linear(2, 2), torch.nn.functional.mse_loss, lambda step: ()))
