@@ -19,6 +19,7 @@ up over them as well.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.comm import Exchange, Group, Work, pairs, receive, send
+from cs336_systems.comm import Exchange, Group, pairs, receive, send
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_context
@@ -36,7 +37,6 @@ from cs336_systems.model.blockwise import (
     BlockGradients,
     BlockKernel,
     BlockSum,
-    BlockwiseAttention,
     Parts,
     Visible,
 )  # fmt: skip
@@ -90,7 +90,7 @@ def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ri
     UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
     if group.size() == 1:
         return model
-    ways: dict[str, Callable[[Group], BlockwiseAttention]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
+    ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
     if kind not in ways:
         raise UserError(f"no context parallelism is called {kind!r}: choose from {', '.join(ways)}")
     attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
@@ -99,25 +99,21 @@ def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ri
     ranks = group.size()
     model.parts = lambda seq: (parts_of(group.rank(), ranks, seq * ranks), seq * ranks)
     for attention in attentions:
-        attention.blockwise = ways[kind](group)
+        attention.blockwise = partial(ways[kind], group)
     return model
 
 
-def gather(group: Group) -> BlockwiseAttention:
+def gather(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, which every rank gathers, and keeps for backward. The
     gradients of keys and values are added up on the rank that they belong to."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-        keys, values = pairs.gather_sequence(torch.stack((k, v)), 3, group, "keys and values").unbind()
-        parts = _all_parts(q, group)
-        everything = tuple(part for each in parts for part in each)
-        rectangles = visible.rectangles(parts[group.rank()], everything)
-        return BlockAttention.apply(q, keys, values, rectangles, kernel)
-
-    return attend
+    keys, values = pairs.gather_sequence(torch.stack((k, v)), 3, group, "keys and values").unbind()
+    parts = _all_parts(q, group)
+    everything = tuple(part for each in parts for part in each)
+    rectangles = visible.rectangles(parts[group.rank()], everything)
+    return BlockAttention.apply(q, keys, values, rectangles, kernel)
 
 
-def ulysses(group: Group) -> BlockwiseAttention:
+def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
     """Attention of some heads over the whole sequence. Where there are fewer heads of keys than ranks, each is sent to
     all ranks that need it."""
     ranks = group.size()
@@ -126,32 +122,25 @@ def ulysses(group: Group) -> BlockwiseAttention:
         """Send x[r] to rank r: (ranks ...) -> (ranks ...)."""
         return Exchange(x.contiguous(), [1] * ranks, [1] * ranks, group, label).wait()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-        heads, seq = q.shape[1] // ranks, q.shape[2] * ranks
-        copies = next(n for n in range(1, ranks + 1) if k.shape[1] * n % ranks == 0)
-        mine = [q, *(each.repeat_interleave(copies, 1) for each in (k, v))]
-        split = [rearrange(t, "batch (ranks heads) seq dim -> ranks batch heads seq dim", ranks=ranks) for t in mine]
-        whole = exchange(torch.cat(split, dim=2), "heads")
-        whole = rearrange(whole, "ranks batch heads seq dim -> batch heads (ranks seq) dim")
-        order = torch.cat([places_of(rank, ranks, seq) for rank in range(ranks)]).to(q.device)
-        whole = whole.index_select(2, order.argsort())
-        rectangles = visible.rectangles((range(seq),), (range(seq),))
-        kernel = replace(kernel, first_head=kernel.first_head + group.rank() * heads)
-        y: Tensor = BlockAttention.apply(*whole.split((heads, *2 * [split[1].shape[2]]), 1), rectangles, kernel)
-        y = rearrange(y.index_select(2, order), "batch heads (ranks seq) dim -> ranks batch heads seq dim", ranks=ranks)
-        return rearrange(exchange(y, "heads back"), "ranks batch heads seq dim -> batch (ranks heads) seq dim")
-
-    return attend
+    heads, seq = q.shape[1] // ranks, q.shape[2] * ranks
+    copies = next(n for n in range(1, ranks + 1) if k.shape[1] * n % ranks == 0)
+    mine = [q, *(each.repeat_interleave(copies, 1) for each in (k, v))]
+    split = [rearrange(t, "batch (ranks heads) seq dim -> ranks batch heads seq dim", ranks=ranks) for t in mine]
+    whole = exchange(torch.cat(split, dim=2), "heads")
+    whole = rearrange(whole, "ranks batch heads seq dim -> batch heads (ranks seq) dim")
+    order = torch.cat([places_of(rank, ranks, seq) for rank in range(ranks)]).to(q.device)
+    whole = whole.index_select(2, order.argsort())
+    rectangles = visible.rectangles((range(seq),), (range(seq),))
+    kernel = replace(kernel, first_head=kernel.first_head + group.rank() * heads)
+    y: Tensor = BlockAttention.apply(*whole.split((heads, *2 * [split[1].shape[2]]), 1), rectangles, kernel)
+    y = rearrange(y.index_select(2, order), "batch heads (ranks seq) dim -> ranks batch heads seq dim", ranks=ranks)
+    return rearrange(exchange(y, "heads back"), "ranks batch heads seq dim -> batch (ranks heads) seq dim")
 
 
-def ring(group: Group) -> BlockwiseAttention:
+def ring(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
     """Attention to each rank's keys in turn: this rank's own first, then those of the rank before, which has them from
     the rank before that, and so on. The next keys travel while these are used."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-        return _Ring.apply(q, k, v, visible, kernel, group)
-
-    return attend
+    return _Ring.apply(q, k, v, visible, kernel, group)
 
 
 class _Ring(torch.autograd.Function):
@@ -197,13 +186,8 @@ class _Passing:
     def __init__(self, tensor: Tensor, group: Group, label: str) -> None:
         ranks, me = group.size(), group.rank()
         self.inbox = torch.empty_like(tensor)
-
-        def there() -> Work:
-            return send(tensor, (me + 1) % ranks, group, label)
-
-        def here() -> Work:
-            return receive(self.inbox, (me - 1) % ranks, group, label)
-
+        there = partial(send, tensor, (me + 1) % ranks, group, label)
+        here = partial(receive, self.inbox, (me - 1) % ranks, group, label)
         # NCCL starts a message when its partner has: were all to send first, none would receive.
         self.under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
 

@@ -16,18 +16,19 @@ is divided by the group's size, so that all gradients are means over the data-pa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
+from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
 from cs336_systems.model.transformer import TransformerLM
 
 
-class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
+class AllToAllDispatcher(LocalDispatcher):
     """Sends rows to the ranks of their experts, of which each rank has `local`, and the results back."""
 
     def __init__(self, group: Group, local: int) -> None:
@@ -109,17 +110,12 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
         if group.size() > 1:
             layer.dispatcher = AllToAllDispatcher(group, local)
         if config.mixture.aux_scope == "global":
-            layer.average = Mean(data)
+            layer.average = partial(mean_over, group=data)
     return plan
 
 
-class Mean(pairs.SharesGroup):
+def mean_over(x: Tensor, group: Group) -> Tensor:
     """Mean of a tensor over a group, each rank with the same weight; without a gradient."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        mean = x.detach().clone()
-        all_reduce(mean, self.group, "balance").wait()
-        return mean
+    mean = x.detach().clone()
+    all_reduce(mean, group, "balance").wait()
+    return mean

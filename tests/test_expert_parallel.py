@@ -177,7 +177,7 @@ def check_copy(group) -> None:
     twin, x = copy.deepcopy(model), inputs(group.rank(), 2, False)
     assert torch.equal(layer_of(twin)(x), layer_of(model)(x))
     assert layer_of(twin).dispatcher is not layer_of(model).dispatcher
-    assert layer_of(twin).dispatcher.group is layer_of(twin).average.group is group
+    assert layer_of(twin).dispatcher.group is layer_of(twin).average.keywords["group"] is group
 
 
 @pytest.mark.parametrize("size", ROWS)

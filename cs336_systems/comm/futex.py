@@ -6,15 +6,9 @@ LIBC = ctypes.CDLL(None)
 SYSCALL, WAIT, WAKE, ALL = 202, 0, 1, 2**31 - 1
 
 
-class TimeSpec(ctypes.Structure):
-    """C's timespec."""
-
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
 def sleep_while(address: int, value: int, seconds: float) -> bool:
     """Sleep while the 32-bit word at an address has a value, for less than a second; returns False if woken."""
-    limit = ctypes.byref(TimeSpec(0, int(1e9 * seconds)))
+    limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # a timespec of C: seconds and nanoseconds
     return bool(LIBC.syscall(SYSCALL, ctypes.c_void_p(address), WAIT, ctypes.c_int(value), limit, None, 0))
 
 

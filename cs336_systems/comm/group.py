@@ -7,6 +7,7 @@ values, such as an agreement, is answered as if all had given this rank's.
 """
 
 import atexit
+import copyreg
 import sys
 import zlib
 from collections import Counter
@@ -30,6 +31,9 @@ HISTORY = "hash of the collectives that are matched by their order"
 
 _counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 in_flight: dict[Any, None] = {}  # this rank's Works that nobody has waited for yet, oldest first
+
+# A deep copy of a module shares its groups: `copy` shares what a reducer has only a name for.
+copyreg.pickle(Group, lambda group: group.group_name)
 
 
 def default_group(group: Group | None = None) -> Group:

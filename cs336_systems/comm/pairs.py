@@ -15,10 +15,9 @@ gradients are summed; after gather it is the same on every rank, so each rank's 
 No function writes to its input or to the gradient that it is given. A group of one rank does nothing.
 """
 
-import copy as copying
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,18 +78,6 @@ def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: st
     backward = partial(back, group=group, dim=dim, label=f"{label}, gradient")
     y: Tensor = Conjugate.apply(x, partial(ahead, group=group, dim=dim, label=label), backward)
     return y
-
-
-class SharesGroup:
-    """Base class of objects with a `group`, which deep copies share, since a group cannot be copied."""
-
-    group: Group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = self.__class__.__new__(self.__class__)
-        memo |= {id(self): twin, id(self.group): self.group}
-        twin.__dict__.update(copying.deepcopy(self.__dict__, memo))
-        return twin
 
 
 def copy(x: Tensor, group: Group, label: str = "copy") -> Tensor:

@@ -27,26 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.comm import futex
+from cs336_systems.comm import futex, tables
 from cs336_systems.comm.blocks import Block, Pool, Span
 from cs336_systems.comm.flight_recorder import TABLE, recorder
 from cs336_systems.comm.group import Group, group_timeout
 from cs336_systems.comm.store import while_waiting
-from cs336_systems.comm.tables import (
-    CHANGES,
-    CHUNK_PLACE,
-    CLOSED,
-    DONE,
-    FILE,
-    HEAD,
-    HISTORY,
-    READY,
-    SLEEPS,
-    SLOTS,
-    STATE,
-    WORDS,
-    Peer,
-)
+from cs336_systems.comm.tables import Peer
 from cs336_systems.errors import UserError
 
 SPIN = 50e-6  # seconds of looking again before a rank sleeps, where each rank has a core
@@ -74,7 +60,7 @@ class Transport:
     def close(self) -> None:
         """Tell the others that this rank takes part in nothing more, and forget them."""
         if self.on and self.owner[0] == os.getpid():  # not in a child that was forked
-            self.words[CLOSED] = 1
+            self.words[tables.CLOSED] = 1
             self.wake()
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # those by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
@@ -97,7 +83,7 @@ class Transport:
         self.peers, self.on, self.crowded = peers, True, len(peers) >= len(os.sched_getaffinity(0))
         self.owner = os.getpid(), get_ident()
         self.table = recorder.mine.fields["table"]
-        self.table[CHUNK_PLACE:HEAD] = block.span(1)
+        self.table[tables.CHUNK_PLACE : tables.HEAD] = block.span(1)
         self.words, self.futex = self.table.data, self.table.ctypes.data
         self.pool.give_back(block)
         return True
@@ -106,7 +92,7 @@ class Transport:
         """Map every other rank's first file, so that a small tensor that it sent last can be read after its end."""
         with suppress(RuntimeError):  # one has left already: the first transfer will say so
             for peer in self.peers.values():
-                peer.part(CHUNK_PLACE - FILE)
+                peer.part(tables.CHUNK_PLACE - tables.FILE)
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
         """True if the group's transfers of this tensor go through shared memory."""
@@ -122,20 +108,20 @@ class Transport:
     def wake(self) -> None:
         """Tell of a change of this rank's table those who wait for one. Who falls asleep while this looks is woken by
         the next change, or after SLEEP."""
-        self.words[CHANGES] = (self.words[CHANGES] + 1) & 0x7FFFFFFF
-        if any(peer.words[SLEEPS] for peer in self.peers.values()):
+        self.words[tables.CHANGES] = (self.words[tables.CHANGES] + 1) & 0x7FFFFFFF
+        if any(peer.words[tables.SLEEPS] for peer in self.peers.values()):
             futex.wake(self.futex)
 
     def enter(self, transfer: "Transfer", span: Span) -> int:
         """Write a transfer into a free slot of the table; returns the slot's first word."""
         for turn in count(self.turn):
-            slot = HEAD + WORDS * (turn % SLOTS)
+            slot = tables.HEAD + tables.WORDS * (turn % tables.SLOTS)
             if not self.words[slot]:
                 break
-            if turn > self.turn and (turn - self.turn) % SLOTS == 0:  # the others are this many behind
+            if turn > self.turn and (turn - self.turn) % tables.SLOTS == 0:  # the others are this many behind
                 next(iter(self.pending)).wait(released=True)
         self.turn = turn + 1
-        self.table[slot + STATE : slot + WORDS] = (READY, transfer.key.history, *span)
+        self.table[slot + tables.STATE : slot + tables.WORDS] = (tables.READY, transfer.key.history, *span)
         self.words[slot] = transfer.word
         self.wake()
         return slot
@@ -220,7 +206,7 @@ class Transfer:
     def _act(self) -> None:
         try:
             pairs = [(peer, slot) for (peer, _), slot in self._pairs()]
-            if any(peer and peer.words[slot + HISTORY] != self.key.history for peer, slot in pairs):
+            if any(peer and peer.words[slot + tables.HISTORY] != self.key.history for peer, slot in pairs):
                 self.key.mismatch()
                 raise RuntimeError("the ranks launched different collectives: launch the same in the same order")
             assert self.act is not None
@@ -235,13 +221,13 @@ class Transfer:
             return
         self.acted = True
         self.complete = not self.in_place
-        transport.words[self.slot + STATE] = DONE
+        transport.words[self.slot + tables.STATE] = tables.DONE
         transport.wake()
 
     def _all_done(self) -> bool:
         for (peer, rank), slot in self._pairs():
             # A slot is used again when all are done.
-            if peer and peer.words[slot + STATE] != DONE and peer.words[slot] == self.word:
+            if peer and peer.words[slot + tables.STATE] != tables.DONE and peer.words[slot] == self.word:
                 self.missing = rank
                 return False
         return True
@@ -272,15 +258,15 @@ class Transfer:
     def _sleep(self, released: bool) -> None:
         """Sleep until the table of the rank that this waits for changes. Raises RuntimeError if it never will."""
         peer = transport.peers[self.missing]
-        changes, closed = peer.words[CHANGES], peer.words[CLOSED]
+        changes, closed = peer.words[tables.CHANGES], peer.words[tables.CLOSED]
         if len(transport.pending) > 1:
             transport.progress()
         if self._is_over(released) or transport.peers[self.missing] is not peer:
             return
         if not closed:
-            transport.words[SLEEPS] = 1
+            transport.words[tables.SLEEPS] = 1
             futex.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
-            transport.words[SLEEPS] = 0
+            transport.words[tables.SLEEPS] = 0
             if monotonic() - self.looked < SLEEP:
                 return
             self.looked = monotonic()

@@ -202,23 +202,15 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
         if transport.serves(group, flat):
             work.pending = [shared_verbs.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
             return work
-        slices, how = flat.chunk(ranks), _operator(flat, group, reduction)
+        slices = flat.detach().chunk(ranks)
         if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work.pending = [scatter(slices[me], flat, how, group=group, async_op=True)]
+            work.pending = [scatter(slices[me], flat, _operator(flat, group, reduction), group=group, async_op=True)]
         elif not on_cpu:  # gloo sends CPU tensors only
-            work.pending = [dist.all_reduce(flat, how, group=group, async_op=True)]
+            work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
         else:
             inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
-
-            def add() -> None:
-                total = inbox[0]
-                for rank in range(1, ranks):
-                    total = slices[me].add_(total) if rank == me else total.add_(inbox[rank])
-                if how == dist.ReduceOp.AVG:
-                    torch.div(total, ranks, out=slices[me])
-
-            work.finish = add
+            work.finish = partial(shared_verbs.add_in_order, inbox, reduction, [slices[me]])
             work.pending = _exchange(slices, inbox, work)
     return work
 

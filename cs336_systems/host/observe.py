@@ -71,37 +71,31 @@ class Counts:
 _known: dict[Any, Any] = {None: None}
 
 
-class QuickMeta(TorchDispatchMode):
-    """Runs operators on meta and fake tensors, each computed once for each kind of arguments.
+def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
+    """An operator's result; on meta and fake tensors torch computes it once for each kind of arguments.
 
     Torch finds a result's shape by decompositions in Python, which take 0.1 ms an operator and more. Results of
     the same operator with tensors of the same sizes, strides and dtypes are alike; looking one up takes a fifth.
     """
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.run(function, args, kwargs or {})
-
-    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. Torch wraps each `__torch_dispatch__`: to call the parent's costs twice."""
-        key: Any = None
-        if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
-            with suppress(TypeError):
-                key = function, torch.get_default_dtype(), kind_of(args), kind_of(tuple(kwargs.items()))
-        if (kinds := _known.get(key)) is None:
-            result = function(*args, **kwargs)
-            if key not in _known:
-                _known[key] = result_kinds(result, args, kwargs, key[2])
-            return result
-        if not kinds:
-            return args[0]
-        mode = next((each.fake_mode for each in tensors(*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
-        alone = isinstance(kinds[0], torch.Size)
-        made: list[Tensor] = []
-        with no_dispatch():
-            for shape, stride, dtype, device in (kinds,) if alone else kinds:
-                tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                made.append(tensor if mode is None or device.type == "meta" else FakeTensor(mode, tensor, device))
-        return made[0] if alone else tuple(made)
+    key: Any = None
+    if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
+        with suppress(TypeError):
+            key = function, torch.get_default_dtype(), kind_of(args), kind_of(tuple(kwargs.items()))
+    if (kinds := _known.get(key)) is None:
+        result = function(*args, **kwargs)
+        if key not in _known:
+            _known[key] = result_kinds(result, args, kwargs, key[2])
+        return result
+    if not kinds:
+        return args[0]
+    mode = next((each.fake_mode for each in tensors(*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
+    alone = isinstance(kinds[0], torch.Size)
+    made: list[Tensor] = []
+    with no_dispatch():
+        for shape, stride, dtype, device in (kinds,) if alone else kinds:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            made.append(tensor if mode is None or device.type == "meta" else FakeTensor(mode, tensor, device))
+    return made[0] if alone else tuple(made)
 
 
 def kind_of(value: Any) -> Any:
@@ -159,7 +153,7 @@ class Storage:
     kind: str = "activations"
 
 
-class Observer(QuickMeta):
+class Observer(TorchDispatchMode):
     """Counts what runs inside `with`, phase by phase. `held` names storages that exist before, by kind: parameters,
     optimizer state. All others are "activations" until `label` gives them another kind, as gradients after backward."""
 
@@ -250,7 +244,7 @@ class Observer(QuickMeta):
             return args[0].fake_device
         result = without_numbers(packet, args, self.rows) if is_fake else None
         if result is None:
-            result = self.run(function, args, kwargs)
+            result = run_operator(function, args, kwargs)
         if function.namespace in ("prim", "c10d", "_c10d_functional"):
             return result
         given, results = tensors(*args, *kwargs.values()), tensors(result)

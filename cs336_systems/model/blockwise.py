@@ -188,10 +188,8 @@ class BlockSum:
     def __init__(self, q: Tensor, kernel: BlockKernel) -> None:
         wide = torch.promote_types(q.dtype, torch.float32)
         self.q, self.kernel = q, kernel
-        self.output, self.log_sum_exp = (
-            torch.zeros_like(q, dtype=wide),
-            q.new_full(q.shape[:-1], -torch.inf, dtype=wide),
-        )
+        self.output = torch.zeros_like(q, dtype=wide)
+        self.log_sum_exp = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
 
     def add(self, kv: Tensor | tuple[Tensor, Tensor], rectangles: Sequence[Rectangle]) -> None:
         """Add the rectangles' keys and values."""

@@ -53,7 +53,7 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class RowParallelLinear(pairs.SharesGroup, nn.Module):
+class RowParallelLinear(nn.Module):
     """Some inputs of a linear layer: (batch seq in/ranks) -> the sum over the ranks (batch seq out), or with `sequence`
     this rank's part of it along seq, or unless it `reduces` what this rank adds to a sum that the caller takes. The
     bias is whole, and is added once: to the sum, or by the first rank."""
@@ -105,7 +105,7 @@ class GatheredSequence:
 
 def gather_input(module: nn.Module, group: Group, label: str, again: bool) -> None:
     """Make a module's forward gather its first argument, this rank's part (batch seq/ranks d_model) of the sequence;
-    with `again`, a second time in backward instead of keeping it. Closures: a copied module shares the group."""
+    with `again`, a second time in backward instead of keeping it."""
     under_way: list[Any] = []  # a context for each forward
 
     def before(module: nn.Module, args: Any) -> Any:

@@ -148,7 +148,7 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
 
 
 def _enter(module: nn.Module, group: Group, label: str, sequence: bool, again: bool = False) -> None:
-    """Bring a module's whole input to every rank. A closure: with a partial, a copied model would copy the group."""
+    """Bring a module's whole input to every rank."""
     if sequence:
         gather_input(module, group, label, again)
     else:

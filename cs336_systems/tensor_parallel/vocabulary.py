@@ -29,7 +29,7 @@ def check_words(words: Tensor, vocab_size: int, what: str) -> None:
         raise UserError(f"{what} {word} lies outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
 
 
-class VocabParallelEmbedding(pairs.SharesGroup, nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Rows of an embedding: tokens (batch seq) -> (batch seq d_model), the sum over the ranks, of which each looks up
     its own words. Raises UserError for a token that is not in the vocabulary."""
 
@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.scatter_add_(1, local[:, None], -mine), None, None, None
 
 
-class VocabParallelLoss(pairs.SharesGroup, nn.Module):
+class VocabParallelLoss(nn.Module):
     """`heads.TokenLoss` of logits (batch seq part) that are split over the ranks; equal on all of them. Raises
     UserError for a target that is neither in the vocabulary nor IGNORED. The max reduction of the largest logit may
     lose NaN, but the sum that follows does not."""

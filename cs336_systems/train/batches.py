@@ -9,17 +9,9 @@ import torch
 
 from cs336_systems.checkpoint.disk import on_rank_0
 from cs336_systems.comm import Group
+from cs336_systems.data import corpus
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
-from cs336_systems.data.corpus import (
-    Batch,
-    Corpus,
-    Documents,
-    check_length,
-    document_starts,
-    lm_batch,
-    load_corpus,
-    packed_batch,
-)
+from cs336_systems.data.corpus import Batch, Corpus, Documents
 from cs336_systems.data.tokenizer import tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
@@ -46,26 +38,26 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return bert_batches(recipe, rows, group)
     config = recipe.model_config()
     seq = recipe.seq(config)
-    corpus = load_corpus(recipe.data.data, config.vocab_size, seq)
-    training, held_out = corpus.split(0.1)
-    check_length(training, seq)
+    whole = corpus.load_corpus(recipe.data.data, config.vocab_size, seq)
+    training, held_out = whole.split(0.1)
+    corpus.check_length(training, seq)
 
     def reader(text: Corpus) -> Rows:
-        starts = document_starts(text) if recipe.data.pack else None
+        starts = corpus.document_starts(text) if recipe.data.pack else None
 
         def batch(number: int, rank: int, ranks: int) -> Batch:
             which, positions = (number, recipe.run.seed, rows, seq, rank, ranks), None
             if starts is None:
-                tokens, targets = lm_batch(text, *which)
+                tokens, targets = corpus.lm_batch(text, *which)
             else:
-                tokens, targets, positions = packed_batch(text, starts, *which)
+                tokens, targets, positions = corpus.packed_batch(text, starts, *which)
             mine = torch.arange(rank * len(tokens), (rank + 1) * len(tokens))
             return Batch(tokens, targets, mine, positions=positions)
 
         return batch
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
-    sha256 = hashlib.sha256(corpus.tokens.tobytes()).hexdigest()
+    sha256 = hashlib.sha256(whole.tokens.tobytes()).hexdigest()
     targets = None if recipe.data.pack else rows * seq  # packed, a document's last token has none
     return Batches(
         training.name, sha256, len(training.tokens), config.vocab_size, targets, reader(training), validation

@@ -65,9 +65,8 @@ def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int
     layout.check(config, recipe.seq(config))
     with fake_ranks(rank, layout.ranks), Observer() as seen:
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.cp, layout.dp)
-        yield RankStep(
-            Assembly(recipe, config, layout, mesh, torch.device("meta")), seen, recipe.seq(config) // layout.cp
-        )
+        part = Assembly(recipe, config, layout, mesh, torch.device("meta"))
+        yield RankStep(part, seen, recipe.seq(config) // layout.cp)
 
 
 class RankStep:
@@ -221,10 +220,8 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
             calls[transfer.axis, transfer.verb] += times
             sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
-    note = "ends: the first and the last stage, which share the tied embedding; " * any(
-        row[1] == "ends" for row in rows
-    )
-    note += "world: all ranks."
+    ends = any(row[1] == "ends" for row in rows)
+    note = "ends: the first and the last stage, which share the tied embedding; " * ends + "world: all ranks."
     if layout.ep > 1 or layout.cp > 1:
         note += " data: dp, ep and cp together."
     if layout.ep > 1:

@@ -29,8 +29,9 @@ from cs336_systems.comm import (
     shared_memory,
 )
 from cs336_systems.comm.backend import shared_empty
-from cs336_systems.comm.shared_memory import SLOTS, transport
+from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT
+from cs336_systems.comm.tables import SLOTS
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cs336_systems.host.observe import QuickMeta
+from cs336_systems.host.observe import Observer
 
 
 def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,13 +33,13 @@ def test_looked_up_results_are_torchs(name):
         return [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes()) for each in results]
 
     want = kinds(OPERATORS[name]())
-    with QuickMeta():
+    with Observer():
         assert [kinds(OPERATORS[name]()) for _ in range(3)] == [want] * 3
 
 
 def test_results_share_the_storage_that_they_should():
     x, other, out = meta(4), meta(4), meta(4)
-    with QuickMeta():
+    with Observer():
         for _ in range(3):
             assert x.lerp_(other, 0.5) is x
             assert torch.add(x, other, out=out) is out
@@ -52,7 +52,7 @@ def test_results_share_the_storage_that_they_should():
 
 
 def test_numbers_and_the_default_dtype_matter():
-    with QuickMeta():
+    with Observer():
         for dtype in (torch.float32, torch.float64):
             torch.set_default_dtype(dtype)
             try:
