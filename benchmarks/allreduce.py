@@ -22,9 +22,8 @@ from benchmarks.collective import (
 )
 from benchmarks.records import Record, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
-from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
-from cs336_systems.comm.startup import Backend
+from cs336_systems.comm.startup import Backend, can_share
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds

@@ -16,7 +16,7 @@ from benchmarks.lib.options import RecordOptions
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record, require_written
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
-from cs336_systems.comm.backend import shared_empty
+from cs336_systems.comm.shared_verbs import shared_empty
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError

@@ -32,14 +32,7 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_context
 from cs336_systems.model.attention import SelfAttention
-from cs336_systems.model.blockwise import (
-    BlockAttention,
-    BlockGradients,
-    BlockKernel,
-    BlockSum,
-    Parts,
-    Visible,
-)  # fmt: skip
+from cs336_systems.model.blockwise import BlockAttention, BlockGradients, BlockKernel, BlockSum, Parts, Visible
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ContextType
 

@@ -13,8 +13,7 @@ from benchmarks.gate import make_it_matter
 from benchmarks.harness import require_close
 from benchmarks.lib.peers import ALONE, Build, Trained
 from benchmarks.rank_times import gather_times
-from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter
-from cs336_systems.comm.backend import shared_empty
+from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
-from cs336_systems.comm.backend import copies
 from cs336_systems.comm.events import mark
+from cs336_systems.comm.shared_verbs import copies
 from cs336_systems.optim.grad_norm import LocalGradient
 
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import Group, fault
-from cs336_systems.comm.backend import shared_empty
+from cs336_systems.comm import Group, fault, shared_empty
 
 T = TypeVar("T", bound=Tensor)
 

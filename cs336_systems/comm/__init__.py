@@ -1,13 +1,13 @@
 """The only door to torch.distributed: start-up, the verbs, and a record of everything that was sent."""
 
 from cs336_systems.comm.agreement import CommError, agree, fault, request_stop, stop_step, subgroup
-from cs336_systems.comm.backend import backend_of, shared_empty
 from cs336_systems.comm.events import Event, record
 from cs336_systems.comm.flight_recorder import at_step
 from cs336_systems.comm.group import Group, default_group, fake_ranks, global_rank, is_fake
 from cs336_systems.comm.mesh import Mesh, mesh_sizes
 from cs336_systems.comm.pairs import Exchange
-from cs336_systems.comm.startup import current_place, distributed, find_place, tell_environment
+from cs336_systems.comm.shared_verbs import shared_empty
+from cs336_systems.comm.startup import backend_of, current_place, distributed, find_place, tell_environment
 from cs336_systems.comm.store import Place
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, receive, reduce_scatter, send
 

@@ -31,6 +31,17 @@ HALVES = torch.float16, torch.bfloat16
 Reduction = Literal["mean", "sum", "max"]
 
 
+def shared_empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+    """A flat tensor, not filled, of memory that the group's ranks can map, if they share any."""
+    private = not transport.on or device.type != "cpu" or not numel or group.size() == 1
+    return torch.empty(numel, dtype=dtype, device=device) if private else transport.pool.buffer(numel, dtype)
+
+
+def copies(group: Group, tensor: Tensor) -> bool:
+    """True if the group's collectives copy a tensor that does not lie in a buffer of `shared_empty`."""
+    return group.size() > 1 and transport.serves(group, tensor)
+
+
 def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequence[Tensor]) -> None:
     """Write the sum (mean, maximum) of flat tensors, taken in the given order, to each of the targets, which may be
     some of the terms. Halves are added in float32 and rounded once."""

@@ -5,6 +5,7 @@ torchrun, Slurm or the parent that forked it tells a process its place; otherwis
 
 import ctypes
 import os
+import platform
 import re
 import signal
 import socket
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
-from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import ALL, HISTORY, Group, counters, default_group, in_flight
 from cs336_systems.comm.shared_memory import transport
@@ -104,6 +104,16 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def can_share() -> bool:
+    """True on a machine whose ranks can share memory here: Linux on x86-64."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+
+
+def backend_of(group: Group) -> str:
+    """Name of the backend that moves the tensors of a group: shm, gloo or nccl."""
+    return "shm" if transport.on and dist.get_backend(group) == "gloo" else str(dist.get_backend(group))
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
