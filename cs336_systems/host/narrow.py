@@ -17,15 +17,14 @@ def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
     texts = _texts(table)
     if any(not isinstance(text, str) for row in texts for text in row):
         return table  # tables in tables are laid out by whoever made them
+    endless = options.update(width=10_000, max_width=10_000)
     for form in (table, _turned(table, texts)):
-        lines = [[line for text in column for line in text.split("\n")] for column in zip(*_texts(form), strict=True)]
-        whole = [max(map(len, each), default=0) for each in lines]
-        for column, words in zip(form.columns, lines, strict=True):
+        for column in form.columns:
             breaks = column.justify == "left" and not column.no_wrap
-            unbroken = " ".join(words if breaks else words[:1]).split() + ([] if breaks else words[1:])
-            column.min_width = max(map(len, unbroken), default=1)  # heads may break between words, numbers not
-        frame = Measurement.get(console, options.update(width=10_000, max_width=10_000), form).maximum - sum(whole)
-        if sum(column.min_width or 0 for column in form.columns) + frame <= options.max_width:
+            head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
+            # Heads may break between words, numbers not.
+            column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
+        if Measurement.get(console, endless, form).minimum <= options.max_width:
             return form
     return _row_by_row(table, texts)
 
