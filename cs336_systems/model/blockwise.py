@@ -50,6 +50,10 @@ class Segment(NamedTuple):
     length: int
     document: int  # place of the document's first token
 
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
 
 class Rectangle(NamedTuple):
     """Queries that see some keys: slices of the batch and of two ranks' tokens; both slices are equal in length and
@@ -87,8 +91,11 @@ class Visible:
                 by_document: dict[int, list[Segment]] = {}
                 for segment in segments(starts, keys):
                     by_document.setdefault(segment.document, []).append(segment)
-                for segment in segments(starts, queries):
-                    found += _seen(rows, segment, by_document.get(segment.document, []))
+                for query in segments(starts, queries):
+                    for key in by_document.get(query.document, []):
+                        if key.place <= query.place:
+                            causal = key.place == query.place  # the same tokens: up to the diagonal
+                            found.append(Rectangle(rows, query.span, key.span, causal, query.place, key.place))
             self.known[queries, keys] = found
         return self.known[queries, keys]
 
@@ -101,25 +108,6 @@ def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
         for first, last in pairwise([part.start, *within, part.stop]):
             yield Segment(index, first, last - first, starts[bisect_right(starts, first) - 1])
             index += last - first
-
-
-def _seen(rows: slice, query: Segment, keys: Sequence[Segment]) -> Iterator[Rectangle]:
-    """Rectangles of a segment's queries and its document's keys; neighbouring segments of keys are joined."""
-    queries, before = slice(query.start, query.start + query.length), None
-    for key in keys:
-        if key.place > query.place:
-            continue
-        end = key.start + key.length
-        if key.place == query.place:
-            yield Rectangle(rows, queries, slice(key.start, end), True, query.place, key.place)
-        elif before and before.keys.stop == key.start and before.key + (key.start - before.keys.start) == key.place:
-            before = before._replace(keys=slice(before.keys.start, end))
-        else:
-            if before:
-                yield before
-            before = Rectangle(rows, queries, slice(key.start, end), False, query.place, key.place)
-    if before:
-        yield before
 
 
 @dataclass(frozen=True)
