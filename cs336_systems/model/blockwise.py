@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,17 +86,12 @@ class Visible:
     def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
         """Rectangles of a rank's queries and the keys of a rank, the same one or another."""
         if (queries, keys) not in self.known:
-            found: list[Rectangle] = []
-            for rows, starts in self.documents:
-                by_document: dict[int, list[Segment]] = {}
-                for segment in segments(starts, keys):
-                    by_document.setdefault(segment.document, []).append(segment)
-                for query in segments(starts, queries):
-                    for key in by_document.get(query.document, []):
-                        if key.place <= query.place:
-                            causal = key.place == query.place  # the same tokens: up to the diagonal
-                            found.append(Rectangle(rows, query.span, key.span, causal, query.place, key.place))
-            self.known[queries, keys] = found
+            self.known[queries, keys] = [
+                Rectangle(rows, query.span, key.span, key.place == query.place, query.place, key.place)
+                for rows, starts in self.documents
+                for query, key in product(segments(starts, queries), segments(starts, keys))
+                if key.document == query.document and key.place <= query.place
+            ]
         return self.known[queries, keys]
 
 
