@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,12 +86,17 @@ class Visible:
     def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
         """Rectangles of a rank's queries and the keys of a rank, the same one or another."""
         if (queries, keys) not in self.known:
-            self.known[queries, keys] = [
-                Rectangle(rows, query.span, key.span, key.place == query.place, query.place, key.place)
-                for rows, starts in self.documents
-                for query, key in product(segments(starts, queries), segments(starts, keys))
-                if key.document == query.document and key.place <= query.place
-            ]
+            found = self.known[queries, keys] = []
+            for rows, starts in self.documents:
+                of_document: dict[int, list[Segment]] = {}
+                for key in segments(starts, keys):
+                    of_document.setdefault(key.document, []).append(key)
+                found += [
+                    Rectangle(rows, query.span, key.span, key.place == query.place, query.place, key.place)
+                    for query in segments(starts, queries)
+                    for key in of_document.get(query.document, ())
+                    if key.place <= query.place
+                ]
         return self.known[queries, keys]
 
 
