@@ -15,8 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.profiling.labels import CATEGORIES
-from cs336_systems.profiling.names import LINE_UP
+from cs336_systems.profiling.names import CATEGORIES, LINE_UP
 from cs336_systems.profiling.nesting import Node, innermost
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once

@@ -17,7 +17,7 @@ from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, innermost, nest, nested, walked
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
+from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of
 
 SECOND = 10**9
 NESTING = 3  # tracks of a lane in which spans nest
@@ -95,7 +95,6 @@ def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> di
     return names
 
 
-@uncollected()
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     """The merged trace; the same for the same traces, in whatever order. Its clock is that of the lowest rank.
     With `lazily` its events are made as they are read, so that they need no memory.

@@ -4,7 +4,7 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 `__enter__` and `__exit__`, pytorch issue 174555); such frames are left out, so that self times add up to the roots.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,11 +33,11 @@ class Node:
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside
     time: int = 0  # what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device
+    duration: int = field(init=False)
     collective: bool = False  # it launches or awaits one, or lies inside one that does
 
-    @property
-    def duration(self) -> int:
-        return self.end - self.span.start
+    def __post_init__(self) -> None:
+        self.duration = self.end - self.span.start
 
     @property
     def self_time(self) -> int:
@@ -125,7 +125,7 @@ def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | No
 
 def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "parent") -> Iterator[tuple[Node, bool]]:
     """Each node, parents before children, and if none around it has the same key."""
-    path, keys = list[tuple[Node, object]](), Counter[object]()
+    path, keys = list[tuple[Node, object]](), defaultdict[object, int](int)
     for node in nodes:
         while path and path[-1][0] is not getattr(node, by):
             keys[path.pop()[1]] -= 1

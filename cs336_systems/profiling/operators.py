@@ -203,8 +203,9 @@ def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     """Everything that ran on a GPU by its own name, also what no operator launched; the longest first."""
     spans = [span for span in trace.spans if span.category in DEVICE]
     rows = _time_rows((span.name, "device", span.duration) for span in spans)
+    whole = sum(row.total for row in rows)
     for row in rows:
-        row.share = share(row.total, sum(span.duration for span in spans))
+        row.share = share(row.total, whole)
     return rows[:limit]
 
 
