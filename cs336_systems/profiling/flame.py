@@ -46,6 +46,7 @@ class Frame:
     """Everything that ran under one stack of names."""
 
     name: str
+    alias: str = ""  # the name that all blocks share, if it has one
     paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
     depth: int = 0
@@ -53,21 +54,25 @@ class Frame:
     launched: dict[str, int] = field(default_factory=dict)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
-    def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
+    def child(self, name: str, paint: str, is_operator: bool = False, alias: str = "") -> "Frame":
         """The frame of that name directly inside this one, made if it is new; or this one, if it is DEEPEST."""
         if self.depth == DEEPEST:
             return self
         if (found := self.children.get(name)) is None:
-            found = self.children[name] = Frame(name, paint, is_operator, self.depth + 1)
+            found = self.children[name] = Frame(name, alias or name, paint, is_operator, self.depth + 1)
         return found
 
-    def on_device(self) -> "Frame":
-        """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
-        shown = Frame(self.name, self.paint, self.is_operator, self.depth)
+    def add_to(self, shown: "Frame", clock: Sort, collapse: bool) -> "Frame":
+        """Add the time of this frame and of all inside it to another tree, by name or, of blocks that are added up, by
+        alias. That of the device is the time of kernels, which are leaves; frames without time are left out."""
         for child in self.children.values():
-            if (inside := child.on_device()).children or inside.self_time:
-                shown.children[child.name] = inside
-        for name, duration in self.launched.items():
+            name = child.alias if collapse else child.name
+            inside = shown.children.get(name) or Frame(name, name, child.paint, child.is_operator, child.depth)
+            if child.add_to(inside, clock, collapse).children or inside.self_time:
+                shown.children[name] = inside
+        if clock == "cpu":
+            shown.self_time += self.self_time
+        for name, duration in self.launched.items() if clock == "device" else ():
             paint = "communication" if KERNEL.search(name) else self.paint
             shown.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
         return shown
@@ -102,16 +107,16 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
     steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
-    found, count = _trees(trace, collapse_blocks)
-    roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
+    found, count = _trees(trace)
+    roots = [root.add_to(Frame(root.name), clock, collapse_blocks) for root in found]
     return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
 
 
 @once
-def _trees(trace: Trace, collapse: bool) -> tuple[list[Frame], int]:
+def _trees(trace: Trace) -> tuple[list[Frame], int]:
     """The roots of all threads, the last that of kernels which no frame launched; and the number of steps."""
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
-    placer, claimed = _Placer(trace, names, collapse), set[int]()
+    placer, claimed = _Placer(trace, names), set[int]()
     roots: dict[Lane, Frame] = {}
     places: dict[Node, _Place] = {}
     for node in timeline(trace).nodes:
@@ -146,8 +151,8 @@ class _Place(NamedTuple):
 class _Placer:
     """Finds the frame of every span, parents first: mostly below that of the span around it."""
 
-    def __init__(self, trace: Trace, roles: dict[Lane, str], collapse: bool) -> None:
-        self.collapse, self.roles = collapse, roles
+    def __init__(self, trace: Trace, roles: dict[Lane, str]) -> None:
+        self.roles = roles
         self.steps = union((step.start, step.end) for step in timeline(trace).steps)
         self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
 
@@ -173,18 +178,16 @@ class _Placer:
         name = _short(span.name)
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
-            name = without_layer_numbers(name) if self.collapse else name
         name = "step" if step_number(name) is not None else name
-        return _Place(parent.frame.child(name, paint, span.category == "cpu_op"), parent.modules, parent.base)
+        frame = parent.frame.child(name, paint, span.category == "cpu_op", without_layer_numbers(name) if found else "")
+        return _Place(frame, parent.modules, parent.base)
 
     def _descend(self, frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
         """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
         around it, with its class where that helps."""
         for path, kind in modules:
-            outer, inner = (without_layer_numbers(name) if self.collapse else name for name in (outer, path))
-            short = inner.removeprefix(f"{outer}.")
-            needs_class = short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short)
-            frame, outer = frame.child(f"{short} ({kind})" if needs_class else short, paint), path
+            alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
+            frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
         return frame
 
     def _is_dropped(self, span: Span) -> bool:
@@ -198,6 +201,12 @@ class _Placer:
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
         return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
+
+
+@lru_cache(maxsize=100_000)
+def _module_name(path: str, outer: str, kind: str) -> str:
+    short = path.removeprefix(f"{outer}.")
+    return f"{short} ({kind})" if short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short) else short
 
 
 @lru_cache(maxsize=100_000)
