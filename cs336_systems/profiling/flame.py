@@ -9,6 +9,7 @@ Sends and receives "in flight" are no work of any thread and left out.
 import re
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -51,7 +52,7 @@ class Frame:
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
-    launched: dict[str, int] = field(default_factory=dict)  # nanoseconds of kernels, by name
+    launched: Counter[str] = field(default_factory=Counter)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
     def child(self, name: str, paint: str, is_operator: bool = False, alias: str = "") -> "Frame":
@@ -62,17 +63,21 @@ class Frame:
             found = self.children[name] = Frame(name, alias or name, paint, is_operator, self.depth + 1)
         return found
 
-    def add_to(self, shown: "Frame", clock: Sort, collapse: bool) -> "Frame":
-        """Add the time of this frame and of all inside it to another tree, by name or, of blocks that are added up, by
-        alias. That of the device is the time of kernels, which are leaves; frames without time are left out."""
+    def add_blocks(self, shown: "Frame") -> "Frame":
+        """Add the time of this frame and of all inside it to another tree, in which blocks are added up."""
+        shown.self_time += self.self_time
+        shown.launched.update(self.launched)
         for child in self.children.values():
-            name = child.alias if collapse else child.name
-            inside = shown.children.get(name) or Frame(name, name, child.paint, child.is_operator, child.depth)
-            if child.add_to(inside, clock, collapse).children or inside.self_time:
-                shown.children[name] = inside
-        if clock == "cpu":
-            shown.self_time += self.self_time
-        for name, duration in self.launched.items() if clock == "device" else ():
+            child.add_blocks(shown.child(child.alias, child.paint, child.is_operator))
+        return shown
+
+    def on_device(self) -> "Frame":
+        """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
+        shown = Frame(self.name, self.alias, self.paint, self.is_operator, self.depth)
+        for child in self.children.values():
+            if (inside := child.on_device()).children or inside.self_time:
+                shown.children[child.name] = inside
+        for name, duration in self.launched.items():
             paint = "communication" if KERNEL.search(name) else self.paint
             shown.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
         return shown
@@ -108,7 +113,8 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
     found, count = _trees(trace)
-    roots = [root.add_to(Frame(root.name), clock, collapse_blocks) for root in found]
+    found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
+    roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
     return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
 
 
@@ -130,11 +136,11 @@ def _trees(trace: Trace) -> tuple[list[Frame], int]:
             parent.frame.self_time -= node.duration
         for kernel in node.kernels:
             claimed.add(id(kernel))
-            place.frame.launched[kernel.name] = place.frame.launched.get(kernel.name, 0) + kernel.duration
+            place.frame.launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
     for span in trace.spans:
         if span.category in DEVICE and id(span) not in claimed:
-            unknown.launched[span.name] = unknown.launched.get(span.name, 0) + span.duration
+            unknown.launched[span.name] += span.duration
     steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
     count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
     return [*(roots[lane] for lane in names if lane in roots), unknown], count

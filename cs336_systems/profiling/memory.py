@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from cs336_systems.profiling.names import CATEGORIES, LINE_UP
-from cs336_systems.profiling.nesting import Node, innermost
+from cs336_systems.profiling.nesting import Node, allocations
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
 
@@ -104,17 +104,15 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
     if not device:
         return memory_timeline(trace, trace.memory_device)
-    events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
+    found, around = timeline(trace), allocations(trace, device)
+    events = [event for event, _ in around]
     times = [event.time for event in events]
     spans = [span.start for span in trace.spans if span.category != LINE_UP]
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
     blocks = _blocks(trace, events, device, times[0])
-    lanes = grouped(found.nodes, lambda node: node.span.lane)
-    for lane, made in grouped(blocks, lambda block: block.lane).items():  # in order of start
-        around = innermost(lanes.get(lane, []) if lane else [], (block.start for block in made))
-        for block, node in zip(made, around, strict=True):
-            block.origin = node
+    for block in blocks:
+        block.origin = around[block.first - 1][1] if block.first else None
     _categorise(trace, blocks)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import FRAME, HOST, Allocation, Lane, Span, Trace, grouped, once
 
 By = Literal["parent", "outer"]
 CLIMBED = 400  # more than Python frames and modules of any model
@@ -32,6 +32,9 @@ class Node:
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside
+    nbytes: int = 0  # it allocated itself, less those that it freed, on a GPU if anything was allocated there
+    launched: int = 0  # nanoseconds of what it and all inside it launched on a device
+    allocated: int = 0  # bytes of it and of all inside it
     time: int = 0  # what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device
     duration: int = field(init=False)
     collective: bool = False  # it launches or awaits one, or lies inside one that does
@@ -121,6 +124,17 @@ def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | No
         while stack and stack[-1].end <= time:
             stack.pop()
         yield stack[-1] if stack else None
+
+
+@once
+def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None]]:
+    """All that a device's allocator did, in order, with the innermost span around each."""
+    events = [each for each in trace.allocations if each.device == device and each.nbytes]
+    around = dict[int, Node | None]()
+    for lane, made in grouped(events, lambda each: each.lane).items():
+        nodes = innermost(nested(trace).get(lane, []), (each.time for each in made))
+        around |= zip(map(id, made), nodes, strict=True)
+    return [(each, around[id(each)]) for each in events]
 
 
 def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "parent") -> Iterator[tuple[Node, bool]]:

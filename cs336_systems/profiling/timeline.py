@@ -27,7 +27,7 @@ from cs336_systems.profiling.names import (
     parse_tag,
     step_number,
 )
-from cs336_systems.profiling.nesting import Node, innermost, nested
+from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
@@ -102,8 +102,16 @@ def timeline(trace: Trace) -> Timeline:
     computing = [node for node in nodes if node.span.lane not in apart]
     on_device, busy = bool(unowned) or any(node.kernels for node in computing), _share_out(computing) + unowned
     _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
-    for node in busy:
-        node.time = node.device_self if on_device else node.busy
+    for event, owner in allocations(trace, trace.memory_device):
+        if owner := owner.outer if owner and owner.span.category == FRAME else owner:
+            owner.nbytes += event.nbytes
+    for node in reversed(busy):
+        launched = node.device_self
+        node.time = launched if on_device else node.busy
+        node.launched, node.allocated = node.launched + launched, node.allocated + node.nbytes
+        if node.outer is not None:
+            node.outer.launched += node.launched
+            node.outer.allocated += node.allocated
     return Timeline(nodes, busy, apart, on_device, steps, phases or _implied_phases(nodes))
 
 
@@ -135,10 +143,11 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
     """Give kernels to the operators that launched them: those around the runtime call of the same correlation, or, of a
     kernel whose call was not recorded, the one of its "External id". Returns nodes of their own, which take no time of
     a CPU, for kernels that no operator launched: those of CUDA's and HIP's graphs, and the rest."""
-    lanes, apart = grouped(nodes, lambda node: node.span.lane), list[Node]()
+    apart = list[Node]()
     around, by_id = dict[int, Node | None](), dict[Any, Node]()
     for lane, calls in grouped(trace.calls.values(), lambda call: call.lane).items():
-        around |= zip(map(id, calls), innermost(lanes.get(lane, []), (call.start for call in calls)), strict=True)
+        found = innermost(nested(trace).get(lane, []), (call.start for call in calls))
+        around |= zip(map(id, calls), found, strict=True)
     for node in nodes:
         if node.span.category not in RUNTIME and (number := node.span.args.get("External id")) is not None:
             by_id.setdefault(number, node)
