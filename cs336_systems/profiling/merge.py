@@ -74,7 +74,9 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
     while left and len(tracks) < NESTING:
         tracks.append(known if known and not tracks else walked(nest(left)))
         kept = {id(node.span) for node in tracks[-1]}
-        left = [span for span in left if id(span) not in kept and span.category != FRAME]
+        left = (
+            [span for span in left if id(span) not in kept and span.category != FRAME] if len(kept) < len(left) else []
+        )
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
 
 
@@ -145,9 +147,9 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
 
 
 def _slice(ts: float, node: Node, track: Track) -> Event:
-    span, (pid, tid, _) = node.span, track
-    who = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid, "args": span.args}
-    return who | {"ts": ts, "dur": node.duration / 1000}
+    name, category, _, _, _, args = node.span
+    duration = node.duration / 1000
+    return dict(ph="X", name=name, cat=category, pid=track.pid, tid=track.tid, args=args, ts=ts, dur=duration)
 
 
 def _memory(trace: Trace, device: str, base: int) -> Iterator[Row]:

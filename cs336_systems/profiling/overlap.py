@@ -77,13 +77,13 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 @once
 def activity(trace: Trace) -> Activity:
     """The spans in which a rank communicated and computed, by the definition for its device."""
-    kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
+    streams = (span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1)
+    kernels = grouped(streams, lambda span: bool(KERNEL.search(span.name)))
     host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
     if kernels:
         # gloo reduces a GPU's tensors as well, on the CPU's threads.
         gloo = [span for span in host if span.name.startswith("gloo:")]
-        communication = [span for span in kernels if KERNEL.search(span.name)] or gloo
-        compute = [span for span in kernels if not KERNEL.search(span.name)]
+        communication, compute = kernels.get(True, gloo), kernels.get(False, [])
     else:
         # In shared memory the thread that waits does the work, of which only the wait is in the trace.
         communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
