@@ -15,10 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.profiling.names import CATEGORIES, LINE_UP
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.nesting import Node, allocations
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import Node, innermost, nest, nested, walked
+from cs336_systems.profiling.nesting import Node, innermost, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of
 
@@ -72,11 +72,9 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
     tracks, left = list[list[Node]](), list(spans)
     known = known if all(span.category in HOST for span in left) else None
     while left and len(tracks) < NESTING:
-        tracks.append(known if known and not tracks else walked(nest(left)))
+        tracks.append(known if known and not tracks else nest(left))
         kept = {id(node.span) for node in tracks[-1]}
-        left = (
-            [span for span in left if id(span) not in kept and span.category != FRAME] if len(kept) < len(left) else []
-        )
+        left = [span for span in left if id(span) not in kept and span.category != FRAME]
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
 
 
@@ -149,7 +147,8 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
 def _slice(ts: float, node: Node, track: Track) -> Event:
     name, category, _, _, _, args = node.span
     duration = node.duration / 1000
-    return dict(ph="X", name=name, cat=category, pid=track.pid, tid=track.tid, args=args, ts=ts, dur=duration)
+    where = {"pid": track.pid, "tid": track.tid}
+    return {"ph": "X", "name": name, "cat": category, **where, "args": args, "ts": ts, "dur": duration}
 
 
 def _memory(trace: Trace, device: str, base: int) -> Iterator[Row]:

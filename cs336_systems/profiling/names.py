@@ -4,7 +4,6 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")  # of memory
 PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that divide a step
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
 LINE_UP = "line up"  # of an annotation, in which all ranks meet before the first step, and of its category

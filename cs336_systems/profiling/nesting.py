@@ -7,12 +7,10 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from cs336_systems.profiling.names import Modules, parse_tag
 from cs336_systems.profiling.trace import FRAME, HOST, Allocation, Lane, Span, Trace, grouped, once
 
-By = Literal["parent", "outer"]
 CLIMBED = 400  # more than Python frames and modules of any model
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
@@ -43,11 +41,6 @@ class Node:
         self.duration = self.end - self.span.start
 
     @property
-    def self_time(self) -> int:
-        """Nanoseconds in this span and in none inside it, Python frames included."""
-        return self.duration - sum(child.duration for child in self.children)
-
-    @property
     def device_self(self) -> int:
         return sum(kernel.end - kernel.start for kernel in self.kernels) if self.kernels else 0
 
@@ -61,29 +54,21 @@ class Node:
         """True for a module's forward."""
         return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
 
-    def outwards(self, by: By = "parent") -> Iterator["Node"]:
-        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest; `by="outer"` leaves
-        out Python frames."""
+    def outwards(self) -> Iterator["Node"]:
+        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest."""
         node: Node | None = self
         for _ in range(CLIMBED):
             if node is None:
                 return
             yield node
-            node = getattr(node, by)
-
-    def walk(self) -> Iterator["Node"]:
-        """This node and all below it, parents first, in order of start."""
-        todo = [self]
-        while todo:
-            node = todo.pop()
-            yield node
-            todo += reversed(node.children)
+            node = node.parent
 
 
 def nest(spans: Iterable[Span]) -> list[Node]:
-    """The roots of one thread's spans. Of two that cross the later is left out, or the Python frame if one is."""
+    """One thread's spans, in order of start and the longer first, as nodes in the same order: parents before children.
+    Of two that cross the later is left out, or the Python frame if one is."""
     nodes, stack, dropped = list[Node](), list[Node](), set[Node]()
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+    for span in spans:
         while stack and stack[-1].end <= span.start:
             stack.pop()
         while stack and span.end > stack[-1].end + JITTER and FRAME == stack[-1].span.category != span.category:
@@ -92,24 +77,19 @@ def nest(spans: Iterable[Span]) -> list[Node]:
             continue
         nodes.append(Node(span, min(span.end, stack[-1].end) if stack else span.end, stack[-1] if stack else None))
         stack.append(nodes[-1])
-    roots: list[Node] = []
-    for node in nodes:  # parents first, so that around a frame that is left out is none that is
-        if node.parent in dropped:
+    nodes = [node for node in nodes if node not in dropped]
+    for node in nodes:
+        if node.parent in dropped:  # around a frame that is left out is none that is
             node.parent = node.parent.parent
-        if node not in dropped:
-            (node.parent.children if node.parent else roots).append(node)
-    return roots
-
-
-def walked(roots: Iterable[Node]) -> list[Node]:
-    """Some trees' nodes, parents before children, in order of start."""
-    return [node for root in roots for node in root.walk()]
+        if node.parent is not None:
+            node.parent.children.append(node)
+    return nodes
 
 
 @once
 def nested(trace: Trace) -> dict[Lane, list[Node]]:
     """The nodes of each of a CPU's lanes, parents before children."""
-    return {lane: walked(nest(spans)) for lane, spans in trace.lanes(*HOST).items()}
+    return {lane: nest(spans) for lane, spans in trace.lanes(*HOST).items()}
 
 
 def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | None]:
@@ -137,11 +117,11 @@ def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None
     return [(each, around[id(each)]) for each in events]
 
 
-def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "parent") -> Iterator[tuple[Node, bool]]:
-    """Each node, parents before children, and if none around it has the same key."""
+def outermost(nodes: Iterable[Node], key: Callable[[Node], object]) -> Iterator[tuple[Node, bool]]:
+    """Each node, parents before children and without Python frames, and if none around it has the same key."""
     path, keys = list[tuple[Node, object]](), defaultdict[object, int](int)
     for node in nodes:
-        while path and path[-1][0] is not getattr(node, by):
+        while path and path[-1][0] is not node.outer:
             keys[path.pop()[1]] -= 1
         path.append((node, key(node)))
         yield node, not keys[path[-1][1]]

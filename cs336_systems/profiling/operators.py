@@ -126,7 +126,7 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     def name_of(node: Node) -> str | None:
         return _row_of(node.span.name, node.span.category) if phase is None or node.phase == phase else None
 
-    for node, first in outermost(timeline(trace).busy, name_of, by="outer"):
+    for node, first in outermost(timeline(trace).busy, name_of):
         up, name = node.outer, name_of(node)
         flops = None if up in products else operator_flops(node.span.name, node.span.args)
         if up in products or (flops is not None and name is not None):
@@ -194,12 +194,11 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
     waited for; the longest first. They work while others compute, so their time is no part of 100%."""
     found, calls = timeline(trace), []
-    apart = [node for node in found.nodes if node.span.lane in found.apart]
+    apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
     for node, first in outermost(apart, lambda node: node.span.name):
-        if node.span.category != FRAME:
-            role = found.apart[node.span.lane]
-            where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
-            calls.append((node.span.name, where, node.duration if first else 0))
+        role = found.apart[node.span.lane]
+        where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
+        calls.append((node.span.name, where, node.duration if first else 0))
     return _time_rows(calls)
 
 

@@ -100,7 +100,8 @@ def timeline(trace: Trace) -> Timeline:
     unowned = _assign_kernels(trace, nodes)
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
-    on_device, busy = bool(unowned) or any(node.kernels for node in computing), _share_out(computing) + unowned
+    on_device = bool(unowned) or any(node.kernels for node in computing)
+    busy = [node for node in _share_out(nodes) if node.span.lane not in apart] + unowned
     _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
