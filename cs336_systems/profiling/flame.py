@@ -23,8 +23,6 @@ from cs336_systems.profiling.names import (
     PHASES,
     UNNAMED,
     Modules,
-    around,
-    entered,
     is_collective,
     parse_collective,
     parse_tag,
@@ -150,7 +148,6 @@ class _Place(NamedTuple):
     """The frame of a span, and what those inside it must know."""
 
     frame: Frame
-    modules: Modules = ()
     base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
 
 
@@ -169,32 +166,19 @@ class _Placer:
             return parent
         paint = _paint(node, parent)
         if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
-            modules = node.modules
-            if base and modules:  # the engine runs inside the engine, for a part that was computed again
-                modules = (*around(parent.modules, modules[0][0]), *modules)
             engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-            frame = self._descend(engine, modules).child(name, "backward", is_operator=True)
-            return _Place(frame, modules, engine)
+            return _Place(_descend(engine, node.modules).child(name, "backward", is_operator=True), engine)
         if span.category == "user_annotation" and (tag := parse_tag(span.name)):
             if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-                modules = (*around(parent.modules, tag[0]), tag)
-                return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
-            outer = parent.modules[-1][0] if parent.modules else ""
-            return _Place(self._descend(parent.frame, (tag,), paint, outer), entered(parent.modules, tag), base)
+                return _Place(_descend(base, node.modules).child("recompute", "forward"), base)
+            outer = up.modules[-1][0] if up and up.modules else ""
+            return _Place(_descend(parent.frame, (tag,), paint, outer), base)
         name = _short(span.name)
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
         name = "step" if step_number(name) is not None else name
-        frame = parent.frame.child(name, paint, span.category == "cpu_op", without_layer_numbers(name) if found else "")
-        return _Place(frame, parent.modules, parent.base)
-
-    def _descend(self, frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
-        """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
-        around it, with its class where that helps."""
-        for path, kind in modules:
-            alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
-            frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
-        return frame
+        alias = without_layer_numbers(name) if found else ""
+        return _Place(parent.frame.child(name, paint, span.category == "cpu_op", alias), base)
 
     def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
@@ -207,6 +191,15 @@ class _Placer:
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
         return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
+
+
+def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
+    """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
+    around it, with its class where that helps."""
+    for path, kind in modules:
+        alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
+        frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
+    return frame
 
 
 @lru_cache(maxsize=100_000)

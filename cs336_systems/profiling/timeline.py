@@ -135,8 +135,11 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
             linked = [trace.links[place] for place in inside if place in trace.links]
             source = next((places[place] for place in linked if place in places), None)
             tags = [parse_tag(each.span.name) for each in source.outwards() if each.is_tag] if source else []
+            modules = tuple(each for each in reversed(tags) if each)
+            if modules and up is not None and up.direction == "backward":  # of a part that was computed again
+                modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
-            node.direction, node.modules = "backward", tuple(each for each in reversed(tags) if each)
+            node.direction, node.modules = "backward", modules
     return nodes
 
 
