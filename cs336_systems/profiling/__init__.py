@@ -1,5 +1,6 @@
 """Profiling of all ranks at once: where time and memory go. Analysis is plain Python over the traces' JSON."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files
@@ -14,6 +15,4 @@ def __getattr__(name: str) -> Any:
     """Load torch for `Capture` only, so that commands over traces need neither its time nor its memory."""
     if name != "Capture":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from cs336_systems.profiling.capture import Capture
-
-    return Capture
+    return import_module("cs336_systems.profiling.capture").Capture

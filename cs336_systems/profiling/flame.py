@@ -120,7 +120,7 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
 def _trees(trace: Trace) -> tuple[list[Frame], int]:
     """The roots of all threads, the last that of kernels which no frame launched; and the number of steps."""
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
-    placer, claimed = _Placer(trace, names), set[int]()
+    placer = _Placer(trace, names)
     roots: dict[Lane, Frame] = {}
     places: dict[Node, _Place] = {}
     for node in timeline(trace).nodes:
@@ -133,12 +133,10 @@ def _trees(trace: Trace) -> tuple[list[Frame], int]:
         if node.parent:
             parent.frame.self_time -= node.duration
         for kernel in node.kernels:
-            claimed.add(id(kernel))
             place.frame.launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
-    for span in trace.spans:
-        if span.category in DEVICE and id(span) not in claimed:
-            unknown.launched[span.name] += span.duration
+    for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
+        unknown.launched[kernel.name] += kernel.duration
     steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
     count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
     return [*(roots[lane] for lane in names if lane in roots), unknown], count
@@ -168,7 +166,7 @@ class _Placer:
         if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
             engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
             return _Place(_descend(engine, node.modules).child(name, "backward", is_operator=True), engine)
-        if span.category == "user_annotation" and (tag := parse_tag(span.name)):
+        if tag := node.tag:
             if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
                 return _Place(_descend(base, node.modules).child("recompute", "forward"), base)
             outer = up.modules[-1][0] if up and up.modules else ""

@@ -171,13 +171,12 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
         for event in trace.chrome["traceEvents"]
         if event["ph"] in ("s", "t", "f") and (lane := (event.get("pid"), event.get("tid"))) in lanes
     ]
+    around = innermost({lane: each[0].nodes for lane, each in lanes.items()}, [(lane, time) for time, lane, _ in ends])
     for lane, moments in grouped(sorted(ends, key=itemgetter(0)), itemgetter(1)).items():
-        track = lanes[lane][0]
-        around = innermost(track.nodes, (time for time, *_ in moments))
-        for (time, _, event), node in zip(moments, around, strict=True):
-            if node is not None:
+        for time, _, event in moments:
+            if around[lane, time] is not None:
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, track))
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, lanes[lane][0]))
     for (category, name, _), (sources, targets) in found.items():
         if len(sources) == 1:
             yield category, name, sources[0], targets

@@ -5,11 +5,12 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Allocation, Lane, Span, Trace, grouped, once
+from cs336_systems.profiling.trace import FRAME, HOST, Allocation, Lane, Place, Span, Trace, grouped, once
 
 CLIMBED = 400  # more than Python frames and modules of any model
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
@@ -30,6 +31,7 @@ class Node:
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside
+    device_self: int = 0  # nanoseconds of those
     nbytes: int = 0  # it allocated itself, less those that it freed, on a GPU if anything was allocated there
     launched: int = 0  # nanoseconds of what it and all inside it launched on a device
     allocated: int = 0  # bytes of it and of all inside it
@@ -41,18 +43,14 @@ class Node:
         self.duration = self.end - self.span.start
 
     @property
-    def device_self(self) -> int:
-        return sum(kernel.end - kernel.start for kernel in self.kernels) if self.kernels else 0
-
-    @property
     def recomputed(self) -> bool:
         """True for forward work that backward repeats."""
         return self.phase == "backward" and self.direction == "forward" and bool(self.modules)
 
     @property
-    def is_tag(self) -> bool:
-        """True for a module's forward."""
-        return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
+    def tag(self) -> tuple[str, str] | None:
+        """The module, by name and class, if the span is its forward."""
+        return parse_tag(self.span.name) if self.span.category == "user_annotation" else None
 
     def outwards(self) -> Iterator["Node"]:
         """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest."""
@@ -92,29 +90,30 @@ def nested(trace: Trace) -> dict[Lane, list[Node]]:
     return {lane: nest(spans) for lane, spans in trace.lanes(*HOST).items()}
 
 
-def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | None]:
-    """The innermost of one thread's nodes, parents before children, around each of some moments, which are in order."""
-    stack, place = list[Node](), 0
-    for time in times:
-        while place < len(nodes) and nodes[place].span.start <= time:
-            while stack and stack[-1].end <= nodes[place].span.start:
+def innermost(lanes: Mapping[Lane, Sequence[Node]], places: Iterable[Place]) -> dict[Place, Node | None]:
+    """The innermost of a lane's nodes, parents before children, around each of some moments."""
+    found = dict[Place, Node | None]()
+    for lane, moments in grouped(sorted(places, key=itemgetter(1)), itemgetter(0)).items():
+        stack, nodes, next_one = list[Node](), lanes.get(lane, ()), 0
+        for place in moments:
+            time = place[1]
+            while next_one < len(nodes) and nodes[next_one].span.start <= time:
+                while stack and stack[-1].end <= nodes[next_one].span.start:
+                    stack.pop()
+                stack.append(nodes[next_one])
+                next_one += 1
+            while stack and stack[-1].end <= time:
                 stack.pop()
-            stack.append(nodes[place])
-            place += 1
-        while stack and stack[-1].end <= time:
-            stack.pop()
-        yield stack[-1] if stack else None
+            found[place] = stack[-1] if stack else None
+    return found
 
 
 @once
 def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None]]:
     """All that a device's allocator did, in order, with the innermost span around each."""
     events = [each for each in trace.allocations if each.device == device and each.nbytes]
-    around = dict[int, Node | None]()
-    for lane, made in grouped(events, lambda each: each.lane).items():
-        nodes = innermost(nested(trace).get(lane, []), (each.time for each in made))
-        around |= zip(map(id, made), nodes, strict=True)
-    return [(each, around[id(each)]) for each in events]
+    around = innermost(nested(trace), [(each.lane, each.time) for each in events])
+    return [(each, around[each.lane, each.time]) for each in events]
 
 
 def outermost(nodes: Iterable[Node], key: Callable[[Node], object]) -> Iterator[tuple[Node, bool]]:

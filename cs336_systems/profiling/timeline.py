@@ -28,7 +28,7 @@ from cs336_systems.profiling.names import (
     step_number,
 )
 from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
@@ -107,9 +107,8 @@ def timeline(trace: Trace) -> Timeline:
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
             owner.nbytes += event.nbytes
     for node in reversed(busy):
-        launched = node.device_self
-        node.time = launched if on_device else node.busy
-        node.launched, node.allocated = node.launched + launched, node.allocated + node.nbytes
+        node.time = node.device_self if on_device else node.busy
+        node.launched, node.allocated = node.launched + node.device_self, node.allocated + node.nbytes
         if node.outer is not None:
             node.outer.launched += node.launched
             node.outer.allocated += node.allocated
@@ -134,8 +133,7 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
             inside = [(child.span.lane, child.span.start) for child in node.children]
             linked = [trace.links[place] for place in inside if place in trace.links]
             source = next((places[place] for place in linked if place in places), None)
-            tags = [parse_tag(each.span.name) for each in source.outwards() if each.is_tag] if source else []
-            modules = tuple(each for each in reversed(tags) if each)
+            modules = tuple(reversed([tag for each in source.outwards() if (tag := each.tag)] if source else []))
             if modules and up is not None and up.direction == "backward":  # of a part that was computed again
                 modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
@@ -148,10 +146,8 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
     kernel whose call was not recorded, the one of its "External id". Returns nodes of their own, which take no time of
     a CPU, for kernels that no operator launched: those of CUDA's and HIP's graphs, and the rest."""
     apart = list[Node]()
-    around, by_id = dict[int, Node | None](), dict[Any, Node]()
-    for lane, calls in grouped(trace.calls.values(), lambda call: call.lane).items():
-        found = innermost(nested(trace).get(lane, []), (call.start for call in calls))
-        around |= zip(map(id, calls), found, strict=True)
+    by_id = dict[Any, Node]()
+    callers = innermost(nested(trace), [(call.lane, call.start) for call in trace.calls.values()])
     for node in nodes:
         if node.span.category not in RUNTIME and (number := node.span.args.get("External id")) is not None:
             by_id.setdefault(number, node)
@@ -159,17 +155,17 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         number, call = kernel.args.get("External id"), trace.calls.get(kernel.args.get("correlation"))
         # Until 2023 a kernel's "External id" was its correlation, another numbering than the operators'.
         named = by_id.get(number) if number != kernel.args.get("correlation") else None
-        owner = around[id(call)] if call else named
+        owner = callers[call.lane, call.start] if call else named
         outwards = owner.outwards() if owner else iter(())
         owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
-            span = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
-            apart.append(Node(span, span.start, kernels=(kernel,), collective=bool(KERNEL.search(kernel.name))))
-            if owner is not None:
-                apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
-        else:
-            owner.kernels += (kernel,)
+            span, around = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}"), owner
+            apart.append(owner := Node(span, span.start, collective=bool(KERNEL.search(kernel.name))))
+            if around is not None:
+                owner.phase, owner.direction, owner.modules = around.phase, around.direction, around.modules
+        owner.kernels += (kernel,)
+        owner.device_self += kernel.duration
     return apart
 
 
