@@ -112,9 +112,7 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     spans = [span.start for span in trace.spans if span.category != LINE_UP]
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
-    blocks = _blocks(trace, events, device, times[0])
-    for block in blocks:
-        block.origin = around[block.first - 1][1] if block.first else None
+    blocks = _blocks(trace, around, device, times[0])
     _categorise(trace, blocks)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:
@@ -129,7 +127,7 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     return MemoryTimeline(device, times, amounts.tolist(), blocks, found.phases, found.steps)
 
 
-def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> list[Allocated]:
+def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str, start: int) -> list[Allocated]:
     """Match every free with its allocation; what was there before comes first."""
     blocks: list[Allocated] = []
     living: dict[int, Allocated] = {}
@@ -142,13 +140,13 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
 
     def take(address: int, index: int) -> None:
         block = living.pop(address)
-        block.end, block.last = events[index - 1].time, index
+        block.end, block.last = made[index - 1][0].time, index
         del addresses[bisect_left(addresses, address)]
 
     for category, address, nbytes, where in trace.ours.get("held", ()):
         if where == device and address not in living:
             add(Allocated(address, nbytes, start, category=category))
-    for index, event in enumerate(events, 1):
+    for index, (event, origin) in enumerate(made, 1):
         if event.nbytes < 0:
             if event.address not in living:  # nobody told of it, but it must have been there from the beginning
                 add(Allocated(event.address, -event.nbytes, start))
@@ -160,7 +158,7 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
             first -= 1
         for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
             take(address, index)
-        add(Allocated(event.address, event.nbytes, event.time, index, event.lane))
+        add(Allocated(event.address, event.nbytes, event.time, index, event.lane, origin=origin))
     return sorted(blocks, key=lambda block: block.lane is not None)
 
 

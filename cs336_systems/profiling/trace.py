@@ -200,10 +200,10 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
     path.write_bytes(b"".join(parts))
 
 
+@uncollected()
 def read_trace(path: Path) -> Trace:
     """One rank's trace. Raises UserError for a file that is none."""
-    with uncollected():
-        trace = parse(read_json(path, slim()), path)
+    trace = parse(read_json(path, slim()), path)
     events = trace.chrome["traceEvents"]
     # The rest is in spans and allocations.
     events[:] = [each for each in events if type(each) is dict and each["ph"] in ("s", "t", "f")]
