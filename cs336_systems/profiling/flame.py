@@ -29,7 +29,7 @@ from cs336_systems.profiling.names import (
     step_number,
     without_layer_numbers,
 )
-from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.nesting import Node, nested
 from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
@@ -110,36 +110,31 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
     steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
-    found, count = _trees(trace)
+    found, count = _trees(trace), timeline(trace).step_count or 1
     found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
     roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
     return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
 
 
 @once
-def _trees(trace: Trace) -> tuple[list[Frame], int]:
-    """The roots of all threads, the last that of kernels which no frame launched; and the number of steps."""
+def _trees(trace: Trace) -> list[Frame]:
+    """The roots of all threads, the last that of kernels which no frame launched."""
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
-    placer = _Placer(trace, names)
-    roots: dict[Lane, Frame] = {}
+    placer, roots = _Placer(trace, names), [Frame(name) for name in names.values()]
     places: dict[Node, _Place] = {}
-    for node in timeline(trace).nodes:
-        if (lane := node.span.lane) not in names:
-            continue
-        root = roots.setdefault(lane, Frame(names[lane]))
-        parent = places[node.parent] if node.parent else _Place(root)
-        places[node] = place = placer.place(node, parent)
-        place.frame.self_time += node.duration
-        if node.parent:
-            parent.frame.self_time -= node.duration
-        for kernel in node.kernels:
-            place.frame.launched[kernel.name] += kernel.duration
+    for lane, root in zip(names, roots, strict=True):
+        for node in nested(trace)[lane]:
+            parent = places[node.parent] if node.parent else _Place(root)
+            places[node] = place = placer.place(node, parent)
+            place.frame.self_time += node.duration
+            if node.parent:
+                parent.frame.self_time -= node.duration
+            for kernel in node.kernels:
+                place.frame.launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
     for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
         unknown.launched[kernel.name] += kernel.duration
-    steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
-    count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
-    return [*(roots[lane] for lane in names if lane in roots), unknown], count
+    return [*roots, unknown]
 
 
 class _Place(NamedTuple):

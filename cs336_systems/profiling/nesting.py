@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Allocation, Lane, Place, Span, Trace, grouped, once
+from cs336_systems.profiling.trace import FRAME, HOST, Allocation, K, Lane, Place, Span, Trace, grouped, once
 
 CLIMBED = 400  # more than Python frames and modules of any model
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
@@ -116,12 +116,12 @@ def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None
     return [(each, around[each.lane, each.time]) for each in events]
 
 
-def outermost(nodes: Iterable[Node], key: Callable[[Node], object]) -> Iterator[tuple[Node, bool]]:
-    """Each node, parents before children and without Python frames, and if none around it has the same key."""
-    path, keys = list[tuple[Node, object]](), defaultdict[object, int](int)
+def outermost(nodes: Iterable[Node], key: Callable[[Node], K]) -> Iterator[tuple[Node, K, bool]]:
+    """Each node, parents before children and without Python frames, its key, and if none around it has the same."""
+    path, keys = list[tuple[Node, K]](), defaultdict[K, int](int)
     for node in nodes:
         while path and path[-1][0] is not node.outer:
             keys[path.pop()[1]] -= 1
         path.append((node, key(node)))
-        yield node, not keys[path[-1][1]]
+        yield *path[-1], not keys[path[-1][1]]
         keys[path[-1][1]] += 1

@@ -126,9 +126,8 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     def name_of(node: Node) -> str | None:
         return _row_of(node.span.name, node.span.category) if phase is None or node.phase == phase else None
 
-    for node, first in outermost(timeline(trace).busy, name_of):
-        up, name = node.outer, name_of(node)
-        flops = None if up in products else operator_flops(node.span.name, node.span.args)
+    for node, name, first in outermost(timeline(trace).busy, name_of):
+        up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
         if up in products or (flops is not None and name is not None):
             products.add(node)
         if name is None:
@@ -195,10 +194,10 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     waited for; the longest first. They work while others compute, so their time is no part of 100%."""
     found, calls = timeline(trace), []
     apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
-    for node, first in outermost(apart, lambda node: node.span.name):
+    for node, name, first in outermost(apart, lambda node: node.span.name):
         role = found.apart[node.span.lane]
         where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
-        calls.append((node.span.name, where, node.duration if first else 0))
+        calls.append((name, where, node.duration if first else 0))
     return _time_rows(calls)
 
 

@@ -20,7 +20,8 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
+from cs336_systems.profiling.names import COMMUNICATION, parse_collective
+from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
@@ -161,7 +162,7 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
 
 def overlap_table(traces: Sequence[Trace]) -> Table:
     """The overlap of every rank in milliseconds, with what the columns mean below."""
-    found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
+    found, steps = overlaps(traces), timeline(traces[0]).step_count
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
         f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "

@@ -90,6 +90,11 @@ class Timeline:
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
+    @property
+    def step_count(self) -> int:
+        """The number of steps, beside which torch.profiler's own may stand."""
+        return sum(step.name.startswith("step ") for step in self.steps) or len(self.steps)
+
 
 @once
 def timeline(trace: Trace) -> Timeline:
@@ -101,7 +106,8 @@ def timeline(trace: Trace) -> Timeline:
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
     on_device = bool(unowned) or any(node.kernels for node in computing)
-    busy = [node for node in _share_out(nodes) if node.span.lane not in apart] + unowned
+    busy = [node for node in computing if node.span.category != FRAME] + unowned
+    _share_out(nodes)
     _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
@@ -198,21 +204,17 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
     return found
 
 
-def _share_out(nodes: list[Node]) -> list[Node]:
-    """Give every node that is no Python frame its own nanoseconds; returns those."""
-    result = []
+def _share_out(nodes: list[Node]) -> None:
+    """Give every node that is no Python frame its own nanoseconds."""
     for node in nodes:
         up = node.parent
         node.outer = None if up is None else up.outer if up.span.category == FRAME else up
-        if node.span.category == FRAME:
-            continue
-        node.busy, node.collective = node.duration, is_collective(node.span.name)
-        if node.outer is not None:
-            node.collective |= node.outer.collective
-            node.outer.busy -= node.duration
-            node.outer.inner += 1
-        result.append(node)
-    return result
+        if node.span.category != FRAME:
+            node.busy, node.collective = node.duration, is_collective(node.span.name)
+            if node.outer is not None:
+                node.collective |= node.outer.collective
+                node.outer.busy -= node.duration
+                node.outer.inner += 1
 
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
