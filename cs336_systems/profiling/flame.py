@@ -31,7 +31,7 @@ from cs336_systems.profiling.names import (
 )
 from cs336_systems.profiling.nesting import Node, nested
 from cs336_systems.profiling.operators import Sort
-from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
+from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
 
 DEEPEST = 250  # frames in a stack; the time of deeper ones is theirs
@@ -119,7 +119,7 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
 @once
 def _trees(trace: Trace) -> list[Frame]:
     """The roots of all threads, the last that of kernels which no frame launched."""
-    names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
+    names = {lane: name for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
     placer, roots = _Placer(trace, names), [Frame(name) for name in names.values()]
     places: dict[Node, _Place] = {}
     for lane, root in zip(names, roots, strict=True):

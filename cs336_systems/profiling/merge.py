@@ -110,8 +110,8 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     known = offsets(traces)
     traces = aligned(traces)
     # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
-    starts = [span.start for trace in traces for span in trace.spans]
-    starts += [each.time for trace in traces for each in trace.allocations]
+    starts = [span.start for trace in traces for span in trace.spans[:1]]  # in order
+    starts += [each.time for trace in traces for each in trace.allocations[:1]]
     base = min(starts, default=0) // SECOND * SECOND
     named, rows = list[Event](), list[Row]()
     arrows, places = list[Arrow](), dict[int, tuple[Track, Node]]()

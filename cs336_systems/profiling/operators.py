@@ -20,7 +20,7 @@ from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
 from cs336_systems.profiling.nesting import Node, outermost
-from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
+from cs336_systems.profiling.timeline import IN_FLIGHT, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
 Sort = Literal["cpu", "device"]
@@ -196,7 +196,7 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
     for node, name, first in outermost(apart, lambda node: node.span.name):
         role = found.apart[node.span.lane]
-        where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
+        where = IN_FLIGHT if role.startswith(IN_FLIGHT) else role
         calls.append((name, where, node.duration if first else 0))
     return _time_rows(calls)
 

@@ -32,7 +32,6 @@ from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, 
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
-ROLES = (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)
 GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # begin the rows of kernels that no operator launched
 GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 
@@ -55,7 +54,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
         return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
 
     main = max((lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)), key=score, default=None)
-    found: dict[str, list[Lane]] = {role: [] for role in ROLES}
+    found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
         names = [span.name for span in lanes[lane]]
         # NCCL has no thread of its own: it annotates the one that launches.
@@ -67,11 +66,6 @@ def roles(trace: Trace) -> dict[Lane, str]:
         for role, members in found.items()
         for number, lane in enumerate(members)
     }
-
-
-def role_of(name: str) -> str:
-    """One of ROLES: `communication thread 1` -> `communication thread`."""
-    return next(role for role in ROLES if name.startswith(role))
 
 
 def lane_number(lane: Lane) -> int:
@@ -103,12 +97,12 @@ def timeline(trace: Trace) -> Timeline:
     phases = [span for span in trace.annotated if span.name in PHASES]
     nodes = _attribute(trace, phases)
     unowned = _assign_kernels(trace, nodes)
-    apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
+    apart = {lane: role for lane, role in roles(trace).items() if role.startswith((COMMUNICATING, IN_FLIGHT))}
     computing = [node for node in nodes if node.span.lane not in apart]
-    on_device = bool(unowned) or any(node.kernels for node in computing)
     busy = [node for node in computing if node.span.category != FRAME] + unowned
+    on_device = any(node.kernels for node in busy)
     _share_out(nodes)
-    _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
+    _subtract_engine(computing, roles(trace))
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
             owner.nbytes += event.nbytes
@@ -219,7 +213,7 @@ def _share_out(nodes: list[Node]) -> None:
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
     """Take out of annotations on the main thread what autograd's threads did meanwhile, between the spans inside."""
-    engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane] == AUTOGRAD)
+    engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane].startswith(AUTOGRAD))
     if not engine:
         return
     edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact
