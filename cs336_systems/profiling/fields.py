@@ -1,6 +1,5 @@
 """Types of a trace's fields, checked once where it is read: whatever reads events relies on them."""
 
-import marshal
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -87,7 +86,7 @@ def _is_shape(found: Any) -> bool:
 def slim() -> Callable[[dict[str, Any]], Any]:
     """A hook that saves memory: events share equal names and lists, those of the usual form are tuples, and numbers
     that tell nothing outside of torch are dropped."""
-    names, lists, empty = dict[Any, Any](), dict[bytes, list[Any]](), dict[str, Any]()
+    names, lists, empty = dict[Any, Any](), dict[str, list[Any]](), dict[str, Any]()
 
     def hook(found: dict[str, Any]) -> Any:
         if "ph" in found:
@@ -96,7 +95,7 @@ def slim() -> Callable[[dict[str, Any]], Any]:
                     found[key] = names.setdefault(name, name)
             return tuple(found.values()) if tuple(found) == SLICE else found
         return {
-            key: lists.setdefault(marshal.dumps(value, 0), value)
+            key: lists.setdefault(str(value), value)
             if type(value) is list and len(value) < SHORT
             else value
             for key, value in found.items()
