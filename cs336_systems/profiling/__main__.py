@@ -1,5 +1,6 @@
 """Commands over the traces of a run: `python -m cs336_systems.profiling merge DIR`, and `report DIR`."""
 
+import gc
 import re
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from cs336_systems.host import console
 from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.report import MERGED, write_report
-from cs336_systems.profiling.trace import Trace, read_trace, trace_files, write_json
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files, uncollected, write_json
 
 
 @click.group(no_args_is_help=False)
@@ -27,6 +28,7 @@ def main() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path), help=f"The merged trace.  [default: {MERGED} beside the traces]"
 )
+@uncollected()
 def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
     """One trace for all ranks, on one clock, from PATHS: a folder of traces, or the traces themselves."""
     files = [file for path in paths for file in (_traces_in(path) if path.is_dir() else [path])]
@@ -54,9 +56,11 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
 
 @main.command("report")
 @click.argument("folder", type=click.Path(path_type=Path))
+@uncollected()
 def report_command(folder: Path) -> None:
     """Everything that comes of the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
     write_report(folder, read_ranks(_traces_in(folder)), console.console())
+    gc.freeze()  # of a million objects, which end with the process, nobody need find the garbage
 
 
 def _traces_in(folder: Path) -> list[Path]:

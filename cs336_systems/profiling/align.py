@@ -45,6 +45,8 @@ class Matched:
 @once
 def match(traces: list[Trace]) -> list[Matched]:
     """The collectives that at least two ranks show, in order of the earliest start."""
+    if len(traces) < 2:
+        return []
     met = {trace.rank: span for trace in traces for span in trace.spans if span.category == LINE_UP}
     every = [Matched(LINE_UP, met, met, joins=True), *_annotated(traces), *_of_backend(traces)]
     found = [each for each in every if len(each.spans) > 1]

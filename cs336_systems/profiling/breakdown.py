@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from cs336_systems.host.console import format_count, format_seconds
-from cs336_systems.profiling.names import Modules, kind_of, kinds_of, parse_tag, without_layer_numbers
+from cs336_systems.profiling.names import Modules, kind_of, kinds_of, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.operators import FACTORS, FUSED, SOFTMAX_FLOPS, operator_flops, share, softmax_flops
 from cs336_systems.profiling.timeline import timeline
@@ -77,7 +77,7 @@ def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
     """One of all operators that are alike to the breakdown, and the nanoseconds of all."""
     found, labels = dict[tuple[Any, ...], tuple[Node, int]](), _labels(trace)
     for node in timeline(trace).busy:
-        about = node.phase, node.direction, node.modules, node.collective, labels[id(node)][0]
+        about = node.phase, node.direction, node.modules, node.collective, labels[node][0]
         one, time = found.get(about, (node, 0))
         found[about] = one, time + node.time
     return found.values()
@@ -136,7 +136,7 @@ def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
     for node in (node for node in timeline(trace).busy if node.modules):
         name = short(node.modules)[0]
         names.setdefault(name, set()).add(node.modules[-1][0])
-        calls[name] += node.is_tag and node.phase != "backward"
+        calls[name] += node.tag is not None and node.phase != "backward"
     rows = [ModuleRow(**vars(own[n]), modules=len(names[n]), calls=calls[n], inclusive=inclusive[n]) for n in own]
     return sorted(rows, key=lambda row: (-row.inclusive.total, row.name))[:limit]
 
@@ -149,18 +149,18 @@ def _label_of(name: str) -> str:
 
 
 @once
-def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
-    """For every operator, by identity, the label of the outermost one around it that has one, and that one's name."""
-    found: dict[int | None, tuple[str, str]] = {None: ("", "")}
+def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
+    """For every operator the label of the outermost one around it that has one, and that one's name."""
+    found: dict[Node | None, tuple[str, str]] = {None: ("", "")}
     for node in timeline(trace).busy:
         name = node.span.name
-        label, operator = found[id(node.outer) if node.outer is not None else None]
+        label, operator = found[node.outer]
         if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
             label = _label_of(name)
             label, operator = COLLECTIVES if node.collective else label, name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX
-        found[id(node)] = label, operator
+        found[node] = label, operator
     return found
 
 
@@ -173,7 +173,7 @@ def share_rows(trace: Trace) -> list[Row]:
     norms = classes.pop() if len(classes) == 1 else "norms"
 
     def names(node: Node) -> list[str]:
-        label = labels[id(node)][0]
+        label = labels[node][0]
         return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
     rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
@@ -191,12 +191,12 @@ def attention_rows(trace: Trace) -> list[Row]:
     """
     rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
-        label, operator = labels[id(node)]
+        label, operator = labels[node]
         if "attention" not in kinds_of(node.modules):
             continue
         module = next(name for name, kind in reversed(node.modules) if kind_of(kind) == "attention")
         span, direction = node.span, "forward" if node.phase == "forward" else "backward"
-        if (tag := parse_tag(span.name)) and tag[0] == module:
+        if (tag := node.tag) and tag[0] == module:
             past_softmax.discard(module)
         name = label if label in (SOFTMAX, FUSED_ATTENTION, COLLECTIVES) else REST
         if label == MATMUL:

@@ -14,7 +14,7 @@ them, so that as many as possible have one (augmenting paths, Berge).
 """
 
 import re
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,10 +74,10 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
         for form in call.forms():
             forms.setdefault(form, []).append(index)
     kinds = _kinds(spans, {form: [calls[i] for i in indices] for form, indices in forms.items()})
-    # By kind of span the calls that no span has, and those that one has and may give up; in order.
-    free = {kind: [i for i in forms.get(kind[:2], []) if calls[i].suits(*kind[2:])] for kind in set(kinds.values())}
-    taken: dict[Kind, list[int]] = {kind: [] for kind in free}
-    suited = grouped(((index, kind) for kind in free for index in free[kind]), itemgetter(0))
+    # By kind of span the calls that suit it, and those of them that no span has; in order.
+    suited = {kind: [i for i in forms.get(kind[:2], []) if calls[i].suits(*kind[2:])] for kind in set(kinds.values())}
+    free = {kind: indices[:] for kind, indices in suited.items()}
+    kinds_of = grouped(((index, kind) for kind in free for index in free[kind]), itemgetter(0))
     over = [FOREVER if call.deadline is None else call.deadline + CONVERSION for call in calls]
     latest = list(accumulate(over, max))  # in order, so that a span need not look at what was over long before
     runs: dict[int, Span] = {}  # by call
@@ -89,7 +89,7 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
         return (known[k] for k in range(first, last) if over[known[k]] >= span.end)
 
     def drop(index: int, those: dict[Kind, list[int]]) -> None:
-        for _, kind in suited[index]:
+        for _, kind in kinds_of[index]:
             del those[kind][bisect_left(those[kind], index)]
 
     for span in spans:
@@ -100,16 +100,15 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             if (found := next(fitting(mover, free), None)) is not None:
                 wanted[found] = mover, leaves
                 drop(found, free)
-                for index in wanted:
-                    for _, kind in suited[index]:
-                        insort(taken[kind], index)
                 while found is not None:
                     runs[found], found = wanted[found]
                 break
-            for index in (fit := [*fitting(mover, taken)]):
-                drop(index, taken)  # for good if nothing is free: then no later span gains by it either
+            fit = [index for index in fitting(mover, suited) if index not in wanted]
             wanted |= dict.fromkeys(fit, (mover, leaves))
             movers.extend((runs[index], index) for index in reversed(fit))
+        else:
+            for index in wanted:
+                drop(index, suited)  # for good: no later span gains by it either
     return {id(span): index for index, span in runs.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 OURS = "cs336"  # the key of what capture.py adds to a trace
 MOST = 2**62
 SLICE = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")  # the fields of most events
-UNREAD = ("Ev Idx", "Record function id", "Python id", "Python parent id", "Python module id")
+UNREAD = frozenset(("Ev Idx", "Record function id", "Python id", "Python parent id", "Python module id"))
 SHORT = 20  # elements of lists that many events have alike: shapes, types
 Kind = tuple[tuple[type, ...], int]  # types, and what a number stays below; 0: anything
 NAME, LIST, DICT, TIME, BYTES = ((str,), 0), ((list,), 0), ((dict,), 0), ((int, float), 2**52), ((int,), 2**50)
@@ -16,6 +16,7 @@ EVENT: dict[str, Kind] = {"ph": NAME, "name": NAME, "cat": NAME, "ts": TIME, "du
 EVENT |= dict.fromkeys(("pid", "tid", "id"), ID)
 ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # of the others nothing is expected
 MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES}
+IDS = frozenset(ID[0])
 HEAD: dict[str, Kind] = {"baseTimeNanoseconds": ((int,), MOST), "host_name": NAME, "distributedInfo": DICT, OURS: DICT}
 ROWS = {"held": (str, int, int, str), "marks": (int, str, int)}
 RANK: dict[str, Kind] = {"rank": RANKS, "world_size": RANKS, "steps": ((int,), 0), "run": ID}
@@ -94,7 +95,9 @@ def slim() -> Callable[[dict[str, Any]], Any]:
                     found[key] = names.setdefault(name, name)
             return tuple(found.values()) if tuple(found) == SLICE else found
         return {
-            key: lists.setdefault(str(value), value) if type(value) is list and len(value) < SHORT else value
+            key: lists.setdefault(str(value), value)
+            if type(value) is list and len(value) < SHORT
+            else value
             for key, value in found.items()
             if key not in UNREAD
         } or empty

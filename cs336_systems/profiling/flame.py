@@ -9,6 +9,7 @@ Sends and receives "in flight" are no work of any thread and left out.
 import re
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,17 +23,15 @@ from cs336_systems.profiling.names import (
     PHASES,
     UNNAMED,
     Modules,
-    around,
-    entered,
     is_collective,
     parse_collective,
     parse_tag,
     step_number,
     without_layer_numbers,
 )
-from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.nesting import Node, nested
 from cs336_systems.profiling.operators import Sort
-from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
+from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
 
 DEEPEST = 250  # frames in a stack; the time of deeper ones is theirs
@@ -46,24 +45,33 @@ class Frame:
     """Everything that ran under one stack of names."""
 
     name: str
+    alias: str = ""  # the name that all blocks share, if it has one
     paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
-    launched: dict[str, int] = field(default_factory=dict)  # nanoseconds of kernels, by name
+    launched: Counter[str] = field(default_factory=Counter)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
-    def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
+    def child(self, name: str, paint: str, is_operator: bool = False, alias: str = "") -> "Frame":
         """The frame of that name directly inside this one, made if it is new; or this one, if it is DEEPEST."""
         if self.depth == DEEPEST:
             return self
         if (found := self.children.get(name)) is None:
-            found = self.children[name] = Frame(name, paint, is_operator, self.depth + 1)
+            found = self.children[name] = Frame(name, alias or name, paint, is_operator, self.depth + 1)
         return found
+
+    def add_blocks(self, shown: "Frame") -> "Frame":
+        """Add the time of this frame and of all inside it to another tree, in which blocks are added up."""
+        shown.self_time += self.self_time
+        shown.launched.update(self.launched)
+        for child in self.children.values():
+            child.add_blocks(shown.child(child.alias, child.paint, child.is_operator))
+        return shown
 
     def on_device(self) -> "Frame":
         """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
-        shown = Frame(self.name, self.paint, self.is_operator, self.depth)
+        shown = Frame(self.name, self.alias, self.paint, self.is_operator, self.depth)
         for child in self.children.values():
             if (inside := child.on_device()).children or inside.self_time:
                 shown.children[child.name] = inside
@@ -102,52 +110,45 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
     steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
-    found, count = _trees(trace, collapse_blocks)
+    found, count = _trees(trace), timeline(trace).step_count or 1
+    found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
     roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
     return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
 
 
 @once
-def _trees(trace: Trace, collapse: bool) -> tuple[list[Frame], int]:
-    """The roots of all threads, the last that of kernels which no frame launched; and the number of steps."""
-    names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
-    placer, claimed = _Placer(trace, names, collapse), set[int]()
-    roots: dict[Lane, Frame] = {}
+def _trees(trace: Trace) -> list[Frame]:
+    """The roots of all threads, the last that of kernels which no frame launched."""
+    names = {lane: name for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
+    placer, roots = _Placer(trace, names), [Frame(name) for name in names.values()]
     places: dict[Node, _Place] = {}
-    for node in timeline(trace).nodes:
-        if (lane := node.span.lane) not in names:
-            continue
-        root = roots.setdefault(lane, Frame(names[lane]))
-        parent = places[node.parent] if node.parent else _Place(root)
-        places[node] = place = placer.place(node, parent)
-        place.frame.self_time += node.duration
-        if node.parent:
-            parent.frame.self_time -= node.duration
-        for kernel in node.kernels:
-            claimed.add(id(kernel))
-            place.frame.launched[kernel.name] = place.frame.launched.get(kernel.name, 0) + kernel.duration
+    for lane, root in zip(names, roots, strict=True):
+        for node in nested(trace)[lane]:
+            parent = places[node.parent] if node.parent else _Place(root)
+            places[node] = place = placer.place(node, parent)
+            place.frame.self_time += node.duration
+            if node.parent:
+                parent.frame.self_time -= node.duration
+            for kernel in node.kernels:
+                place.frame.launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
-    for span in trace.spans:
-        if span.category in DEVICE and id(span) not in claimed:
-            unknown.launched[span.name] = unknown.launched.get(span.name, 0) + span.duration
-    steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
-    count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
-    return [*(roots[lane] for lane in names if lane in roots), unknown], count
+    for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
+        unknown.launched[kernel.name] += kernel.duration
+    return [*roots, unknown]
 
 
 class _Place(NamedTuple):
     """The frame of a span, and what those inside it must know."""
 
     frame: Frame
-    modules: Modules = ()
     base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
 
 
 class _Placer:
     """Finds the frame of every span, parents first: mostly below that of the span around it."""
 
-    def __init__(self, trace: Trace, roles: dict[Lane, str], collapse: bool) -> None:
-        self.collapse, self.roles = collapse, roles
+    def __init__(self, trace: Trace, roles: dict[Lane, str]) -> None:
+        self.roles = roles
         self.steps = union((step.start, step.end) for step in timeline(trace).steps)
         self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
 
@@ -158,34 +159,19 @@ class _Placer:
             return parent
         paint = _paint(node, parent)
         if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
-            modules = node.modules
-            if base and modules:  # the engine runs inside the engine, for a part that was computed again
-                modules = (*around(parent.modules, modules[0][0]), *modules)
             engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-            frame = self._descend(engine, modules).child(name, "backward", is_operator=True)
-            return _Place(frame, modules, engine)
-        if span.category == "user_annotation" and (tag := parse_tag(span.name)):
+            return _Place(_descend(engine, node.modules).child(name, "backward", is_operator=True), engine)
+        if tag := node.tag:
             if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-                modules = (*around(parent.modules, tag[0]), tag)
-                return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
-            outer = parent.modules[-1][0] if parent.modules else ""
-            return _Place(self._descend(parent.frame, (tag,), paint, outer), entered(parent.modules, tag), base)
+                return _Place(_descend(base, node.modules).child("recompute", "forward"), base)
+            outer = up.modules[-1][0] if up and up.modules else ""
+            return _Place(_descend(parent.frame, (tag,), paint, outer), base)
         name = _short(span.name)
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
-            name = without_layer_numbers(name) if self.collapse else name
         name = "step" if step_number(name) is not None else name
-        return _Place(parent.frame.child(name, paint, span.category == "cpu_op"), parent.modules, parent.base)
-
-    def _descend(self, frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
-        """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
-        around it, with its class where that helps."""
-        for path, kind in modules:
-            outer, inner = (without_layer_numbers(name) if self.collapse else name for name in (outer, path))
-            short = inner.removeprefix(f"{outer}.")
-            needs_class = short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short)
-            frame, outer = frame.child(f"{short} ({kind})" if needs_class else short, paint), path
-        return frame
+        alias = without_layer_numbers(name) if found else ""
+        return _Place(parent.frame.child(name, paint, span.category == "cpu_op", alias), base)
 
     def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
@@ -198,6 +184,21 @@ class _Placer:
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
         return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
+
+
+def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
+    """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
+    around it, with its class where that helps."""
+    for path, kind in modules:
+        alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
+        frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
+    return frame
+
+
+@lru_cache(maxsize=100_000)
+def _module_name(path: str, outer: str, kind: str) -> str:
+    short = path.removeprefix(f"{outer}.")
+    return f"{short} ({kind})" if short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short) else short
 
 
 @lru_cache(maxsize=100_000)

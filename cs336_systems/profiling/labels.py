@@ -22,7 +22,6 @@ from cs336_systems.profiling.trace import FRAME, HOST, parse, time_of
 
 Annotate = Callable[[str], AbstractContextManager[Any]]
 Label = tuple[int, str, int]  # nanoseconds since the epoch, category, address
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:

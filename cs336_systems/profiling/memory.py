@@ -15,11 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.names import LINE_UP
-from cs336_systems.profiling.nesting import Node, innermost
+from cs336_systems.profiling.nesting import Node, allocations
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 
 
 @dataclass
@@ -105,17 +106,13 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
     if not device:
         return memory_timeline(trace, trace.memory_device)
-    events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
+    found, around = timeline(trace), allocations(trace, device)
+    events = [event for event, _ in around]
     times = [event.time for event in events]
     spans = [span.start for span in trace.spans if span.category != LINE_UP]
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
-    blocks = _blocks(trace, events, device, times[0])
-    lanes = grouped(found.nodes, lambda node: node.span.lane)
-    for lane, made in grouped(blocks, lambda block: block.lane).items():  # in order of start
-        around = innermost(lanes.get(lane, []) if lane else [], (block.start for block in made))
-        for block, node in zip(made, around, strict=True):
-            block.origin = node
+    blocks = _blocks(trace, around, device, times[0])
     _categorise(trace, blocks)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:
@@ -130,7 +127,7 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     return MemoryTimeline(device, times, amounts.tolist(), blocks, found.phases, found.steps)
 
 
-def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> list[Allocated]:
+def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str, start: int) -> list[Allocated]:
     """Match every free with its allocation; what was there before comes first."""
     blocks: list[Allocated] = []
     living: dict[int, Allocated] = {}
@@ -143,13 +140,13 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
 
     def take(address: int, index: int) -> None:
         block = living.pop(address)
-        block.end, block.last = events[index - 1].time, index
+        block.end, block.last = made[index - 1][0].time, index
         del addresses[bisect_left(addresses, address)]
 
     for category, address, nbytes, where in trace.ours.get("held", ()):
         if where == device and address not in living:
             add(Allocated(address, nbytes, start, category=category))
-    for index, event in enumerate(events, 1):
+    for index, (event, origin) in enumerate(made, 1):
         if event.nbytes < 0:
             if event.address not in living:  # nobody told of it, but it must have been there from the beginning
                 add(Allocated(event.address, -event.nbytes, start))
@@ -161,7 +158,7 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
             first -= 1
         for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
             take(address, index)
-        add(Allocated(event.address, event.nbytes, event.time, index, event.lane))
+        add(Allocated(event.address, event.nbytes, event.time, index, event.lane, origin=origin))
     return sorted(blocks, key=lambda block: block.lane is not None)
 
 

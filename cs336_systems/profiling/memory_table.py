@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.table import Table
-from cs336_systems.profiling.labels import CATEGORIES
-from cs336_systems.profiling.memory import Allocated, MemoryTimeline
+from cs336_systems.profiling.memory import CATEGORIES, Allocated, MemoryTimeline
 from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.timeline import phase_at

@@ -15,9 +15,9 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import Node, innermost, nest, nested, walked
+from cs336_systems.profiling.nesting import Node, innermost, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
+from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of
 
 SECOND = 10**9
 NESTING = 3  # tracks of a lane in which spans nest
@@ -72,7 +72,7 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
     tracks, left = list[list[Node]](), list(spans)
     known = known if all(span.category in HOST for span in left) else None
     while left and len(tracks) < NESTING:
-        tracks.append(known if known and not tracks else walked(nest(left)))
+        tracks.append(known if known and not tracks else nest(left))
         kept = {id(node.span) for node in tracks[-1]}
         left = [span for span in left if id(span) not in kept and span.category != FRAME]
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
@@ -95,7 +95,6 @@ def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> di
     return names
 
 
-@uncollected()
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     """The merged trace; the same for the same traces, in whatever order. Its clock is that of the lowest rank.
     With `lazily` its events are made as they are read, so that they need no memory.
@@ -111,8 +110,8 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     known = offsets(traces)
     traces = aligned(traces)
     # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
-    starts = [span.start for trace in traces for span in trace.spans]
-    starts += [each.time for trace in traces for each in trace.allocations]
+    starts = [span.start for trace in traces for span in trace.spans[:1]]  # in order
+    starts += [each.time for trace in traces for each in trace.allocations[:1]]
     base = min(starts, default=0) // SECOND * SECOND
     named, rows = list[Event](), list[Row]()
     arrows, places = list[Arrow](), dict[int, tuple[Track, Node]]()
@@ -146,9 +145,10 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
 
 
 def _slice(ts: float, node: Node, track: Track) -> Event:
-    span, (pid, tid, _) = node.span, track
-    who = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid, "args": span.args}
-    return who | {"ts": ts, "dur": node.duration / 1000}
+    name, category, _, _, _, args = node.span
+    duration = node.duration / 1000
+    where = {"pid": track.pid, "tid": track.tid}
+    return {"ph": "X", "name": name, "cat": category, **where, "args": args, "ts": ts, "dur": duration}
 
 
 def _memory(trace: Trace, device: str, base: int) -> Iterator[Row]:
@@ -171,13 +171,12 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
         for event in trace.chrome["traceEvents"]
         if event["ph"] in ("s", "t", "f") and (lane := (event.get("pid"), event.get("tid"))) in lanes
     ]
+    around = innermost({lane: each[0].nodes for lane, each in lanes.items()}, [(lane, time) for time, lane, _ in ends])
     for lane, moments in grouped(sorted(ends, key=itemgetter(0)), itemgetter(1)).items():
-        track = lanes[lane][0]
-        around = innermost(track.nodes, (time for time, *_ in moments))
-        for (time, _, event), node in zip(moments, around, strict=True):
-            if node is not None:
+        for time, _, event in moments:
+            if around[lane, time] is not None:
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, track))
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, lanes[lane][0]))
     for (category, name, _), (sources, targets) in found.items():
         if len(sources) == 1:
             yield category, name, sources[0], targets

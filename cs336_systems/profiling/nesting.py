@@ -4,15 +4,14 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 `__enter__` and `__exit__`, pytorch issue 174555); such frames are left out, so that self times add up to the roots.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import itemgetter
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import FRAME, HOST, Allocation, K, Lane, Place, Span, Trace, grouped, once
 
-By = Literal["parent", "outer"]
 CLIMBED = 400  # more than Python frames and modules of any model
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
@@ -32,21 +31,16 @@ class Node:
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside
+    device_self: int = 0  # nanoseconds of those
+    nbytes: int = 0  # it allocated itself, less those that it freed, on a GPU if anything was allocated there
+    launched: int = 0  # nanoseconds of what it and all inside it launched on a device
+    allocated: int = 0  # bytes of it and of all inside it
     time: int = 0  # what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device
+    duration: int = field(init=False)
     collective: bool = False  # it launches or awaits one, or lies inside one that does
 
-    @property
-    def duration(self) -> int:
-        return self.end - self.span.start
-
-    @property
-    def self_time(self) -> int:
-        """Nanoseconds in this span and in none inside it, Python frames included."""
-        return self.duration - sum(child.duration for child in self.children)
-
-    @property
-    def device_self(self) -> int:
-        return sum(kernel.end - kernel.start for kernel in self.kernels) if self.kernels else 0
+    def __post_init__(self) -> None:
+        self.duration = self.end - self.span.start
 
     @property
     def recomputed(self) -> bool:
@@ -54,33 +48,25 @@ class Node:
         return self.phase == "backward" and self.direction == "forward" and bool(self.modules)
 
     @property
-    def is_tag(self) -> bool:
-        """True for a module's forward."""
-        return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
+    def tag(self) -> tuple[str, str] | None:
+        """The module, by name and class, if the span is its forward."""
+        return parse_tag(self.span.name) if self.span.category == "user_annotation" else None
 
-    def outwards(self, by: By = "parent") -> Iterator["Node"]:
-        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest; `by="outer"` leaves
-        out Python frames."""
+    def outwards(self) -> Iterator["Node"]:
+        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest."""
         node: Node | None = self
         for _ in range(CLIMBED):
             if node is None:
                 return
             yield node
-            node = getattr(node, by)
-
-    def walk(self) -> Iterator["Node"]:
-        """This node and all below it, parents first, in order of start."""
-        todo = [self]
-        while todo:
-            node = todo.pop()
-            yield node
-            todo += reversed(node.children)
+            node = node.parent
 
 
 def nest(spans: Iterable[Span]) -> list[Node]:
-    """The roots of one thread's spans. Of two that cross the later is left out, or the Python frame if one is."""
+    """One thread's spans, in order of start and the longer first, as nodes in the same order: parents before children.
+    Of two that cross the later is left out, or the Python frame if one is."""
     nodes, stack, dropped = list[Node](), list[Node](), set[Node]()
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+    for span in spans:
         while stack and stack[-1].end <= span.start:
             stack.pop()
         while stack and span.end > stack[-1].end + JITTER and FRAME == stack[-1].span.category != span.category:
@@ -89,46 +75,53 @@ def nest(spans: Iterable[Span]) -> list[Node]:
             continue
         nodes.append(Node(span, min(span.end, stack[-1].end) if stack else span.end, stack[-1] if stack else None))
         stack.append(nodes[-1])
-    roots: list[Node] = []
-    for node in nodes:  # parents first, so that around a frame that is left out is none that is
-        if node.parent in dropped:
+    nodes = [node for node in nodes if node not in dropped]
+    for node in nodes:
+        if node.parent in dropped:  # around a frame that is left out is none that is
             node.parent = node.parent.parent
-        if node not in dropped:
-            (node.parent.children if node.parent else roots).append(node)
-    return roots
-
-
-def walked(roots: Iterable[Node]) -> list[Node]:
-    """Some trees' nodes, parents before children, in order of start."""
-    return [node for root in roots for node in root.walk()]
+        if node.parent is not None:
+            node.parent.children.append(node)
+    return nodes
 
 
 @once
 def nested(trace: Trace) -> dict[Lane, list[Node]]:
     """The nodes of each of a CPU's lanes, parents before children."""
-    return {lane: walked(nest(spans)) for lane, spans in trace.lanes(*HOST).items()}
+    return {lane: nest(spans) for lane, spans in trace.lanes(*HOST).items()}
 
 
-def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | None]:
-    """The innermost of one thread's nodes, parents before children, around each of some moments, which are in order."""
-    stack, place = list[Node](), 0
-    for time in times:
-        while place < len(nodes) and nodes[place].span.start <= time:
-            while stack and stack[-1].end <= nodes[place].span.start:
+def innermost(lanes: Mapping[Lane, Sequence[Node]], places: Iterable[Place]) -> dict[Place, Node | None]:
+    """The innermost of a lane's nodes, parents before children, around each of some moments."""
+    found = dict[Place, Node | None]()
+    for lane, moments in grouped(sorted(places, key=itemgetter(1)), itemgetter(0)).items():
+        stack, nodes, next_one = list[Node](), lanes.get(lane, ()), 0
+        for place in moments:
+            time = place[1]
+            while next_one < len(nodes) and nodes[next_one].span.start <= time:
+                while stack and stack[-1].end <= nodes[next_one].span.start:
+                    stack.pop()
+                stack.append(nodes[next_one])
+                next_one += 1
+            while stack and stack[-1].end <= time:
                 stack.pop()
-            stack.append(nodes[place])
-            place += 1
-        while stack and stack[-1].end <= time:
-            stack.pop()
-        yield stack[-1] if stack else None
+            found[place] = stack[-1] if stack else None
+    return found
 
 
-def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "parent") -> Iterator[tuple[Node, bool]]:
-    """Each node, parents before children, and if none around it has the same key."""
-    path, keys = list[tuple[Node, object]](), Counter[object]()
+@once
+def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None]]:
+    """All that a device's allocator did, in order, with the innermost span around each."""
+    events = [each for each in trace.allocations if each.device == device and each.nbytes]
+    around = innermost(nested(trace), [(each.lane, each.time) for each in events])
+    return [(each, around[each.lane, each.time]) for each in events]
+
+
+def outermost(nodes: Iterable[Node], key: Callable[[Node], K]) -> Iterator[tuple[Node, K, bool]]:
+    """Each node, parents before children and without Python frames, its key, and if none around it has the same."""
+    path, keys = list[tuple[Node, K]](), defaultdict[K, int](int)
     for node in nodes:
-        while path and path[-1][0] is not getattr(node, by):
+        while path and path[-1][0] is not node.outer:
             keys[path.pop()[1]] -= 1
         path.append((node, key(node)))
-        yield node, not keys[path[-1][1]]
+        yield *path[-1], not keys[path[-1][1]]
         keys[path[-1][1]] += 1

@@ -10,7 +10,6 @@ scores once more among them (FlashAttention, arXiv:2205.14135, algorithm 4).
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,12 +19,11 @@ from typing import Any, Literal, NamedTuple
 from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
-from cs336_systems.profiling.nesting import Node, innermost, outermost
-from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
+from cs336_systems.profiling.nesting import Node, outermost
+from cs336_systems.profiling.timeline import IN_FLIGHT, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
 Sort = Literal["cpu", "device"]
-NOTHING = (0, 0)
 OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules, which hold the time of other rows
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
@@ -38,7 +36,7 @@ SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span; None for any other
     operator, for those that only call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
-    fused = FUSED.match(name)
+    fused = "attention" in name and FUSED.match(name)
     shapes = shapes_of(args) if fused or name in FACTORS else None
     try:
         if name in FACTORS and shapes:
@@ -123,33 +121,30 @@ def op_rows(
 
 @once
 def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
-    nodes = timeline(trace).busy
-    names = {n: _row_of(n.span.name, n.span.category) for n in nodes if phase is None or n.phase == phase}
-    rows = {name: OpRow(name) for name in dict.fromkeys(names.values())}
-    # Of each node: nanoseconds on a device and bytes, its own and those of all inside it.
-    own = {node: (node.device_self, allocated) for node, allocated in _allocated(trace) if node in names}
-    launched = dict(own)
-    for node in reversed(nodes):
-        if node in launched and node.outer is not None:
-            time, nbytes = launched.get(node.outer, (0, 0))
-            launched[node.outer] = time + launched[node][0], nbytes + launched[node][1]
-    products: set[Node | None] = set()  # and what is inside them
-    for node, first in outermost(nodes, names.get, by="outer"):
+    rows, products = dict[str, OpRow](), set[Node | None]()  # products of matrices and what is inside them
+
+    def name_of(node: Node) -> str | None:
+        return _row_of(node.span.name, node.span.category) if phase is None or node.phase == phase else None
+
+    for node, name, first in outermost(timeline(trace).busy, name_of):
         up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
-        if up in products or (flops is not None and node in names):
+        if up in products or (flops is not None and name is not None):
             products.add(node)
-        if node not in names:
+        if name is None:
             continue
-        row = rows[names[node]]
+        if (row := rows.get(name)) is None:
+            row = rows[name] = OpRow(name)
         # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
         row.calls += not (up and up.span.name == node.span.name and up.inner == 1)
         row.cpu_self += node.busy
-        row.cpu_total += node.busy if row.name == OUTSIDE else node.duration if first else 0
-        mine, inside = own.get(node, NOTHING), launched.get(node, NOTHING)
-        row.device_self, row.memory_self = row.device_self + mine[0], row.memory_self + mine[1]
-        # What an operator launched counts for every row around it, once for each.
-        inside = mine if row.name == OUTSIDE else inside if first else NOTHING
-        row.device_total, row.memory_total = row.device_total + inside[0], row.memory_total + inside[1]
+        row.device_self += node.device_self
+        row.memory_self += node.nbytes
+        if name == OUTSIDE:
+            row.cpu_total, row.device_total, row.memory_total = row.cpu_self, row.device_self, row.memory_self
+        elif first:
+            row.cpu_total += node.duration
+            row.device_total += node.launched
+            row.memory_total += node.allocated
         if flops is not None:
             row.flops = (row.flops or 0) + flops
     for clock in ("cpu", "device"):
@@ -157,21 +152,6 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
         for row, column in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
             setattr(row, f"{column}_share", share(getattr(row, column), whole))
     return list(rows.values())
-
-
-@once
-def _allocated(trace: Trace) -> Iterable[tuple[Node, int]]:
-    """Every node that launched or allocated something, with the bytes that it itself allocated less those that it
-    freed, on a GPU if there are any."""
-    found = Counter({node: 0 for node in timeline(trace).busy if node.kernels})
-    device = trace.memory_device
-    events = [each for each in trace.allocations if each.device == device]
-    lanes = grouped(timeline(trace).nodes, lambda node: node.span.lane) if events else {}
-    for lane, made in grouped(events, lambda each: each.lane).items():
-        for each, node in zip(made, innermost(lanes.get(lane, []), (each.time for each in made)), strict=True):
-            if node := node.outer if node and node.span.category == FRAME else node:
-                found[node] += each.nbytes
-    return found.items()
 
 
 @lru_cache(maxsize=100_000)
@@ -203,8 +183,9 @@ def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     """Everything that ran on a GPU by its own name, also what no operator launched; the longest first."""
     spans = [span for span in trace.spans if span.category in DEVICE]
     rows = _time_rows((span.name, "device", span.duration) for span in spans)
+    whole = sum(row.total for row in rows)
     for row in rows:
-        row.share = share(row.total, sum(span.duration for span in spans))
+        row.share = share(row.total, whole)
     return rows[:limit]
 
 
@@ -212,12 +193,11 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
     waited for; the longest first. They work while others compute, so their time is no part of 100%."""
     found, calls = timeline(trace), []
-    apart = [node for node in found.nodes if node.span.lane in found.apart]
-    for node, first in outermost(apart, lambda node: node.span.name):
-        if node.span.category != FRAME:
-            role = found.apart[node.span.lane]
-            where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
-            calls.append((node.span.name, where, node.duration if first else 0))
+    apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
+    for node, name, first in outermost(apart, lambda node: node.span.name):
+        role = found.apart[node.span.lane]
+        where = IN_FLIGHT if role.startswith(IN_FLIGHT) else role
+        calls.append((name, where, node.duration if first else 0))
     return _time_rows(calls)
 
 

@@ -20,7 +20,8 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
+from cs336_systems.profiling.names import COMMUNICATION, parse_collective
+from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
@@ -77,13 +78,13 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 @once
 def activity(trace: Trace) -> Activity:
     """The spans in which a rank communicated and computed, by the definition for its device."""
-    kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
+    streams = (span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1)
+    kernels = grouped(streams, lambda span: bool(KERNEL.search(span.name)))
     host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
     if kernels:
         # gloo reduces a GPU's tensors as well, on the CPU's threads.
         gloo = [span for span in host if span.name.startswith("gloo:")]
-        communication = [span for span in kernels if KERNEL.search(span.name)] or gloo
-        compute = [span for span in kernels if not KERNEL.search(span.name)]
+        communication, compute = kernels.get(True, gloo), kernels.get(False, [])
     else:
         # In shared memory the thread that waits does the work, of which only the wait is in the trace.
         communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
@@ -161,7 +162,7 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
 
 def overlap_table(traces: Sequence[Trace]) -> Table:
     """The overlap of every rank in milliseconds, with what the columns mean below."""
-    found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
+    found, steps = overlaps(traces), timeline(traces[0]).step_count
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
         f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "

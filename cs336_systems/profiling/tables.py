@@ -13,7 +13,7 @@ from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import Sort, collective_rows, device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import EARLIER, Trace
+from cs336_systems.profiling.trace import EARLIER, Trace, once
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
@@ -158,6 +158,7 @@ def _parts_table(trace: Trace) -> Table:
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 
+@once
 def _devices_table(trace: Trace) -> Table:
     earlier = sum(span.category == EARLIER for span in trace.spans)
     left_out = f" {earlier} kernels were launched before the profile began and are in no table." if earlier else ""

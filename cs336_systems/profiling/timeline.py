@@ -27,12 +27,11 @@ from cs336_systems.profiling.names import (
     parse_tag,
     step_number,
 )
-from cs336_systems.profiling.nesting import Node, innermost, nested
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
+from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
-ROLES = (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)
 GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # begin the rows of kernels that no operator launched
 GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 
@@ -55,7 +54,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
         return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
 
     main = max((lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)), key=score, default=None)
-    found: dict[str, list[Lane]] = {role: [] for role in ROLES}
+    found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
         names = [span.name for span in lanes[lane]]
         # NCCL has no thread of its own: it annotates the one that launches.
@@ -67,11 +66,6 @@ def roles(trace: Trace) -> dict[Lane, str]:
         for role, members in found.items()
         for number, lane in enumerate(members)
     }
-
-
-def role_of(name: str) -> str:
-    """One of ROLES: `communication thread 1` -> `communication thread`."""
-    return next(role for role in ROLES if name.startswith(role))
 
 
 def lane_number(lane: Lane) -> int:
@@ -90,6 +84,11 @@ class Timeline:
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
+    @property
+    def step_count(self) -> int:
+        """The number of steps, beside which torch.profiler's own may stand."""
+        return sum(step.name.startswith("step ") for step in self.steps) or len(self.steps)
+
 
 @once
 def timeline(trace: Trace) -> Timeline:
@@ -98,12 +97,21 @@ def timeline(trace: Trace) -> Timeline:
     phases = [span for span in trace.annotated if span.name in PHASES]
     nodes = _attribute(trace, phases)
     unowned = _assign_kernels(trace, nodes)
-    apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
+    apart = {lane: role for lane, role in roles(trace).items() if role.startswith((COMMUNICATING, IN_FLIGHT))}
     computing = [node for node in nodes if node.span.lane not in apart]
-    on_device, busy = bool(unowned) or any(node.kernels for node in computing), _share_out(computing) + unowned
-    _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
-    for node in busy:
+    busy = [node for node in computing if node.span.category != FRAME] + unowned
+    on_device = any(node.kernels for node in busy)
+    _share_out(nodes)
+    _subtract_engine(computing, roles(trace))
+    for event, owner in allocations(trace, trace.memory_device):
+        if owner := owner.outer if owner and owner.span.category == FRAME else owner:
+            owner.nbytes += event.nbytes
+    for node in reversed(busy):
         node.time = node.device_self if on_device else node.busy
+        node.launched, node.allocated = node.launched + node.device_self, node.allocated + node.nbytes
+        if node.outer is not None:
+            node.outer.launched += node.launched
+            node.outer.allocated += node.allocated
     return Timeline(nodes, busy, apart, on_device, steps, phases or _implied_phases(nodes))
 
 
@@ -125,9 +133,11 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
             inside = [(child.span.lane, child.span.start) for child in node.children]
             linked = [trace.links[place] for place in inside if place in trace.links]
             source = next((places[place] for place in linked if place in places), None)
-            tags = [parse_tag(each.span.name) for each in source.outwards() if each.is_tag] if source else []
+            modules = tuple(reversed([tag for each in source.outwards() if (tag := each.tag)] if source else []))
+            if modules and up is not None and up.direction == "backward":  # of a part that was computed again
+                modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
-            node.direction, node.modules = "backward", tuple(each for each in reversed(tags) if each)
+            node.direction, node.modules = "backward", modules
     return nodes
 
 
@@ -135,10 +145,9 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
     """Give kernels to the operators that launched them: those around the runtime call of the same correlation, or, of a
     kernel whose call was not recorded, the one of its "External id". Returns nodes of their own, which take no time of
     a CPU, for kernels that no operator launched: those of CUDA's and HIP's graphs, and the rest."""
-    lanes, apart = grouped(nodes, lambda node: node.span.lane), list[Node]()
-    around, by_id = dict[int, Node | None](), dict[Any, Node]()
-    for lane, calls in grouped(trace.calls.values(), lambda call: call.lane).items():
-        around |= zip(map(id, calls), innermost(lanes.get(lane, []), (call.start for call in calls)), strict=True)
+    apart = list[Node]()
+    by_id = dict[Any, Node]()
+    callers = innermost(nested(trace), [(call.lane, call.start) for call in trace.calls.values()])
     for node in nodes:
         if node.span.category not in RUNTIME and (number := node.span.args.get("External id")) is not None:
             by_id.setdefault(number, node)
@@ -146,17 +155,17 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         number, call = kernel.args.get("External id"), trace.calls.get(kernel.args.get("correlation"))
         # Until 2023 a kernel's "External id" was its correlation, another numbering than the operators'.
         named = by_id.get(number) if number != kernel.args.get("correlation") else None
-        owner = around[id(call)] if call else named
+        owner = callers[call.lane, call.start] if call else named
         outwards = owner.outwards() if owner else iter(())
         owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
-            span = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
-            apart.append(Node(span, span.start, kernels=(kernel,), collective=bool(KERNEL.search(kernel.name))))
-            if owner is not None:
-                apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
-        else:
-            owner.kernels += (kernel,)
+            span, around = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}"), owner
+            apart.append(owner := Node(span, span.start, collective=bool(KERNEL.search(kernel.name))))
+            if around is not None:
+                owner.phase, owner.direction, owner.modules = around.phase, around.direction, around.modules
+        owner.kernels += (kernel,)
+        owner.device_self += kernel.duration
     return apart
 
 
@@ -189,26 +198,22 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
     return found
 
 
-def _share_out(nodes: list[Node]) -> list[Node]:
-    """Give every node that is no Python frame its own nanoseconds; returns those."""
-    result = []
+def _share_out(nodes: list[Node]) -> None:
+    """Give every node that is no Python frame its own nanoseconds."""
     for node in nodes:
         up = node.parent
         node.outer = None if up is None else up.outer if up.span.category == FRAME else up
-        if node.span.category == FRAME:
-            continue
-        node.busy, node.collective = node.duration, is_collective(node.span.name)
-        if node.outer is not None:
-            node.collective |= node.outer.collective
-            node.outer.busy -= node.duration
-            node.outer.inner += 1
-        result.append(node)
-    return result
+        if node.span.category != FRAME:
+            node.busy, node.collective = node.duration, is_collective(node.span.name)
+            if node.outer is not None:
+                node.collective |= node.outer.collective
+                node.outer.busy -= node.duration
+                node.outer.inner += 1
 
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
     """Take out of annotations on the main thread what autograd's threads did meanwhile, between the spans inside."""
-    engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane] == AUTOGRAD)
+    engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane].startswith(AUTOGRAD))
     if not engine:
         return
     edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact

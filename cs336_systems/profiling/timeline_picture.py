@@ -104,7 +104,7 @@ def _blocks(trace: Trace) -> list[Bar]:
     """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
     found: list[Bar] = []
     for node in timeline(trace).nodes:
-        if not (node.is_tag or node.span.name.startswith(ENGINE)):
+        if not (node.tag or node.span.name.startswith(ENGINE)):
             continue
         blocks = [name for name, kind in node.modules if kind_of(kind) == "block"]
         for name in blocks[-1:]:

@@ -22,7 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular
-from cs336_systems.profiling.fields import ARGS, MEMORY, NAME, OURS, about_rank, check, checked, slim
+from cs336_systems.profiling.fields import ARGS, IDS, MEMORY, NAME, OURS, about_rank, check, checked, slim
 from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
@@ -200,10 +200,10 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
     path.write_bytes(b"".join(parts))
 
 
+@uncollected()
 def read_trace(path: Path) -> Trace:
     """One rank's trace. Raises UserError for a file that is none."""
-    with uncollected():
-        trace = parse(read_json(path, slim()), path)
+    trace = parse(read_json(path, slim()), path)
     events = trace.chrome["traceEvents"]
     # The rest is in spans and allocations.
     events[:] = [each for each in events if type(each) is dict and each["ph"] in ("s", "t", "f")]
@@ -227,7 +227,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
             phase, category, name, pid, tid, start, duration, args = checked(event, usual)
             lane, time = lanes.setdefault((pid, tid), (pid, tid)), base + round(1000 * start)
             if phase == "X" and category != "Trace":
-                if args:
+                if not IDS.issuperset(map(type, map(args.get, ARGS))):
                     check(args, ARGS)
                 if category in FORMERLY:
                     category = "user_annotation" if ANNOTATION.match(name) else FORMERLY[category]

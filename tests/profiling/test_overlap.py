@@ -210,6 +210,9 @@ def test_the_note_below_the_table_explains_its_columns():
     posted = overlap_table([trace(event("gloo:recv", 0, 100))]).markdown()
     assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | - |" in posted
     assert "at most" in posted
+    twice = [event(f"{kind}{k}", 100 * k, 100 * k + 90) for k in (0, 1) for kind in ("ProfilerStep#", "step ")]
+    above = [event(f"step {k}", 100 * k, 100 * k + 90, 7, "gpu_user_annotation") for k in (0, 1)]
+    assert "Sums over 2 steps" in overlap_table([trace(*twice, *above)]).markdown(), "each step counts once"
     out = io.StringIO()
     Console(file=out, width=140).print(overlap_table(traces).table())
     assert "46.2 %" in out.getvalue()

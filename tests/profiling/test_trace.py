@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.nesting import nest
+from cs336_systems.profiling.nesting import Node, nest
 from cs336_systems.profiling.trace import Span, once, parse, read_trace, trace_files, uncollected, write_json
 from tests.support.chrome_events import event
 
@@ -112,14 +112,19 @@ def span(name: str, start: int, end: int, category: str = "cpu_op") -> Span:
     return Span(name, category, start, end, (7, 1))
 
 
-def shape(nodes: list) -> list:
-    return [(node.span.name, node.self_time, shape(node.children)) for node in nodes]
+def shape(nodes: list, parent: Node | None = None) -> list:
+    inside = [node for node in nodes if node.parent is parent]
+    return [(node.span.name, self_time(node), shape(nodes, node)) for node in inside]
+
+
+def self_time(node: Node) -> int:
+    return node.duration - sum(child.duration for child in node.children)
 
 
 def test_nesting_gives_exact_self_times():
     spans = [span("a", 0, 100), span("b", 10, 40), span("c", 10, 20), span("d", 40, 50), span("e", 100, 110)]
     want = [("a", 60, [("b", 20, [("c", 10, [])]), ("d", 10, [])]), ("e", 10, [])]
-    assert shape(nest(reversed(spans))) == want
+    assert shape(nest(spans)) == want
 
 
 def test_frames_that_cross_an_annotation_are_left_out():
@@ -133,9 +138,9 @@ def test_frames_that_cross_an_annotation_are_left_out():
         span("op", 40_000, 50_000),
         span("__exit__", 80_000, 99_000, frame),
     ]
-    roots = nest(spans)
-    assert [node.span.name for node in roots[0].walk()] == ["loop", "inside enter", "tag", "op"]
-    assert sum(node.self_time for root in roots for node in root.walk()) == 1_000_000
+    nodes = nest(spans)
+    assert [node.span.name for node in nodes] == ["loop", "inside enter", "tag", "op"]
+    assert sum(map(self_time, nodes)) == 1_000_000
 
 
 def test_a_child_outlasts_its_parent_by_rounding_only():
