@@ -95,9 +95,7 @@ def slim() -> Callable[[dict[str, Any]], Any]:
                     found[key] = names.setdefault(name, name)
             return tuple(found.values()) if tuple(found) == SLICE else found
         return {
-            key: lists.setdefault(str(value), value)
-            if type(value) is list and len(value) < SHORT
-            else value
+            key: lists.setdefault(str(value), value) if type(value) is list and len(value) < SHORT else value
             for key, value in found.items()
             if key not in UNREAD
         } or empty
