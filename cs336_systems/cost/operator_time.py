@@ -12,7 +12,7 @@ the device waits for launches is known of a block as a whole, not of an operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operators import operators_of
@@ -31,30 +31,6 @@ GROUPS: dict[Group, str] = {
     "embedding": "embedding",
     "head": "head and loss",
 }
-
-
-class KernelSeconds(NamedTuple):
-    """Seconds of a kernel, or of several alike, by reason."""
-
-    computing: float
-    moving: float
-    starting: float
-    touching: float  # memory that the system has just given
-
-    @property
-    def total(self) -> float:
-        """Computing and moving overlap, the rest comes besides."""
-        return self.starting + max(self.computing, self.moving) + self.touching
-
-
-def kernel_seconds(kernel: Kernel, system: System) -> KernelSeconds:
-    """Seconds of one kernel, or of several alike, by reason."""
-    return KernelSeconds(
-        kernel.flops / product_rate(kernel, system) if kernel.inner else 0.0,
-        kernel.nbytes / system.memory_rate,
-        kernel.kernels * system.constants.start,
-        system.touch * new_bytes(kernel) if system.touch else 0.0,
-    )
 
 
 def new_bytes(kernel: Kernel) -> float:
@@ -181,12 +157,19 @@ class TimedOperator:
 
 def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: Plan, system: System) -> Timing:
     """Time of some kernels and collectives, by what bounds each of them."""
-    total = Timing(network=sum(collective_seconds(each, plan, system) for each in collectives))
-    for kernel in kernels:
-        took = kernel_seconds(kernel, system)
-        compute, memory = (took.computing, 0.0) if took.computing > took.moving else (0.0, took.moving)
-        total += Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory + took.touching, took.starting)
-    return total
+    network = Timing(network=sum(collective_seconds(each, plan, system) for each in collectives))
+    return sum((kernel_time(each, system) for each in kernels), network)
+
+
+def kernel_time(kernel: Kernel, system: System) -> Timing:
+    """Time of one kernel, or of several alike: the longer of computing and moving, which overlap, and what comes
+    besides."""
+    computing = kernel.flops / product_rate(kernel, system) if kernel.inner else 0.0
+    moving = kernel.nbytes / system.memory_rate
+    touching = system.touch * new_bytes(kernel) if system.touch else 0.0
+    compute, memory = (computing, 0.0) if computing > moving else (0.0, moving)
+    start = kernel.kernels * system.constants.start
+    return Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory + touching, start)
 
 
 @dataclass(frozen=True)

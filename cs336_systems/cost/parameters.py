@@ -17,14 +17,6 @@ def expert_parameters(config: ModelConfig) -> int:
     return experts + (feed_forward_parameters(config, shared_width(config)) if config.mixture.shared_expert else 0)
 
 
-def largest_parameter(config: ModelConfig) -> int:
-    """Elements of the largest parameter; an expert layer stacks those of all its experts."""
-    wide = [config.vocab_size, config.d_ff]
-    if config.expert_layers:
-        wide.append(config.num_experts * config.expert_d_ff)
-    return config.d_model * max(wide)
-
-
 def head_parameters(config: ModelConfig) -> int:
     """Parameters that turn the last hidden state into logits, without the token embedding."""
     d, vocab = config.d_model, config.vocab_size
@@ -37,12 +29,8 @@ def head_parameters(config: ModelConfig) -> int:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds."""
     d, layers, sparse = config.d_model, config.num_layers, config.expert_layers
-    norm, latent, sizes = (
-        2 * d if config.norm == "layernorm" and config.bias else d,
-        latent_of(config),
-        projection_sizes(config),
-    )
-    projections = sum(inner * columns + (columns if config.bias else 0) for inner, columns in sizes)
+    norm, latent = 2 * d if config.norm == "layernorm" and config.bias else d, latent_of(config)
+    projections = sum(inner * columns + (columns if config.bias else 0) for inner, columns in projection_sizes(config))
     projections += latent.query + latent.key_value if latent else 0  # their norms
     return {
         "embedding": d * (config.vocab_size + config.token_types),

@@ -32,6 +32,7 @@ from cs336_systems.cost.step_time import (
 )
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
+from cs336_systems.schedule import interleaved
 
 _BLOCKS = ("dense", "sparse")
 _MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits, and the weight itself where products have 16
@@ -107,23 +108,12 @@ def live_passes(stage: int, stages: int, microbatches: int, chunks: int) -> tupl
     where m = p, and then a forward before each backward: w + 1 passes of one chunk, which on stage 0 is
     1 + (p - 1) / (p v) times what p microbatches keep there. Which chunks they are of changes from moment to moment.
     """
-    if chunks == 1:
-        return ((min(stages - stage, microbatches),),)
-    if microbatches == stages:
-        return ((microbatches,) * chunks,)
-    most, cycle = 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1, stages * chunks
-    found: dict[tuple[int, ...], None] = {}
-    for ahead in range(most, min(most + cycle, microbatches * chunks + 1)):
-        forwards = [_begun(ahead, chunk, stages, chunks) for chunk in range(chunks)]
-        backwards = [_begun(ahead - most, chunk, stages, chunks) for chunk in reversed(range(chunks))]
-        found[tuple(a - b for a, b in zip(forwards, backwards, strict=True))] = None
-    return tuple(found)
-
-
-def _begun(steps: int, chunk: int, stages: int, chunks: int) -> int:
-    """Of so many passes in Megatron's order, those through the chunk-th chunk that it comes to."""
-    rounds, rest = divmod(steps, stages * chunks)
-    return rounds * stages + min(max(rest - chunk * stages, 0), stages)
+    held, moments = [0] * chunks, list[tuple[int, ...]]()
+    for action in interleaved(stage, stages, microbatches, chunks):
+        held[action.chunk] += 1 if action.kind == "forward" else -1
+        moments.append(tuple(held))
+    most = max(map(sum, moments))
+    return tuple({moment: None for moment in moments if sum(moment) == most})
 
 
 @lru_cache(maxsize=16384)

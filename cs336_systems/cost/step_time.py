@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
+from cs336_systems.cost.operator_time import group_seconds, kernel_time, message_seconds, waiting_seconds
 from cs336_systems.cost.operators import operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.rank import Group, Rank
@@ -157,7 +157,7 @@ def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seco
         [kernel for each in operators for kernel in each.backward],
         [kernel for each in repeated(rank, group, recompute).operators for kernel in each.forward],
     ]
-    busy = [sum(kernel_seconds(kernel, system).total for kernel in way) for way in ways]
+    busy = [sum(kernel_time(kernel, system).busy for kernel in way) for way in ways]
     launches = [system.constants.host * sum(kernel.kernels for kernel in way) for way in ways]
     waits = sum(max(0.0, host - device) for host, device in zip(launches, busy, strict=True))
     return Seconds(busy[0], busy[1], busy[2], waits)

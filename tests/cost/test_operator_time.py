@@ -12,7 +12,7 @@ from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, system_preset
 from cs336_systems.cost.operator_time import (
     collective_seconds,
     group_seconds,
-    kernel_seconds,
+    kernel_time,
     message_seconds,
     product_rate,
     timed_part,
@@ -50,24 +50,24 @@ def test_a_product_takes_the_slower_of_computing_and_moving():
     work = product(8, 16, 32)
     flops, nbytes = 2 * 8 * 16 * 32, 2 * (8 * 16 + 16 * 32 + 8 * 32)
     assert (work.flops, work.nbytes) == (flops, nbytes)
-    assert kernel_seconds(work, slow).total == flops / 2
-    assert kernel_seconds(work, narrow).total == nbytes / 3
+    assert kernel_time(work, slow).busy == flops / 2
+    assert kernel_time(work, narrow).busy == nbytes / 3
     both = replace(slow, bandwidth=3.0)
-    assert kernel_seconds(work, both).total == max(flops / 2, nbytes / 3)
+    assert kernel_time(work, both).busy == max(flops / 2, nbytes / 3)
     # Where both are equal, neither waits for the other.
-    assert kernel_seconds(work, replace(slow, bandwidth=2 * nbytes / flops)).total == flops / 2
+    assert kernel_time(work, replace(slow, bandwidth=2 * nbytes / flops)).busy == flops / 2
 
 
 def test_element_wise_work_moves_bytes_and_starts_kernels():
     system = replace(machine(memory=10.0), constants=replace(IDEAL, memory=0.5, start=0.25))
-    assert kernel_seconds(sweep(40.0, 3), system).total == 3 * 0.25 + 40 / 5
+    assert kernel_time(sweep(40.0, 3), system).busy == 3 * 0.25 + 40 / 5
 
 
 def test_narrow_numbers_and_wide_ones_have_rates_of_their_own():
     system = replace(machine(), matmul_flops=8.0, wide_flops=2.0, attainable=0.5)
     work = product(8, 16, 32)
-    assert kernel_seconds(work, system).total == work.flops / 4
-    assert kernel_seconds(work._replace(width=4), system).total == work.flops / 1
+    assert kernel_time(work, system).busy == work.flops / 4
+    assert kernel_time(work._replace(width=4), system).busy == work.flops / 1
 
 
 def test_fused_attention_pays_for_what_is_not_a_product_but_not_for_its_short_inner_dimension():

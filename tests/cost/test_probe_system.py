@@ -14,7 +14,7 @@ from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.commands import probe as command
 from cs336_systems.cost.machines import Constants, System, read_machine, write_json
-from cs336_systems.cost.operator_time import TILE, kernel_seconds, new_bytes, product_rate
+from cs336_systems.cost.operator_time import TILE, kernel_time, new_bytes, product_rate
 from cs336_systems.cost.probe_system import TimedGemm, fit_law
 from cs336_systems.cost.rank import Kernel, sweep
 from cs336_systems.errors import UserError
@@ -33,7 +33,7 @@ def timed(ramp: float, wave: float, start: float) -> list[TimedGemm]:
     """Time of a machine that obeys the law of `operator_time.py`."""
     system = replace(LAPTOP, constants=Constants(product=1.0, ramp=ramp, wave=wave, start=start))
     works = [Kernel(2.0 * r * i * c, 0.0, r, c, i, width=4) for r, i, c in SIZES]
-    seconds = (kernel_seconds(work, system).total for work in works)
+    seconds = (kernel_time(work, system).busy for work in works)
     return [TimedGemm(*size, took) for size, took in zip(SIZES, seconds, strict=True)]
 
 
@@ -62,7 +62,7 @@ def test_large_results_are_given_new_memory():
     product = Kernel(2.0, 0.0, rows=4096, columns=2048, inner=1, width=4)
     assert new_bytes(product) == 2**25
     system = replace(LAPTOP, constants=Constants(start=0.0))
-    added = kernel_seconds(product, system).total - kernel_seconds(product, replace(system, touch=0.0)).total
+    added = kernel_time(product, system).busy - kernel_time(product, replace(system, touch=0.0)).busy
     assert added == pytest.approx(LAPTOP.touch * 2**25)
 
 

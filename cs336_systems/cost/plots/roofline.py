@@ -6,7 +6,7 @@ Left of the ridge an operator waits for memory, right of it for the processors (
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operator_time import kernel_seconds
+from cs336_systems.cost.operator_time import kernel_time
 from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, new_figure, spread, tidy
@@ -59,7 +59,7 @@ def points(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[Po
     rank, found = Rank(config, plan.alone(), seq), []
     for each in (*operators_of(rank, "sparse" if config.num_experts else "dense"), *operators_of(rank, "head")):
         for way, works in (("forward", each.forward), ("backward", each.backward)):
-            seconds = sum(kernel_seconds(kernel, system).total for kernel in works)
+            seconds = sum(kernel_time(kernel, system).busy for kernel in works)
             flops = sum(work.flops or work.nbytes / work.width for work in works)
             nbytes = sum(work.nbytes for work in works)
             found.append(Point(each.name, way, flops / nbytes, flops / seconds, seconds, any(w.flops for w in works)))
