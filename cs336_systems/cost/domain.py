@@ -5,7 +5,8 @@ The constants of `machines.py` and of `data/stacks.toml` are fitted to published
 formulas are used, with an unknown error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
@@ -13,7 +14,8 @@ from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.shape import latent_of
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
-from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.cost.template import fill_file
+from cs336_systems.host.console import format_seconds
 from cs336_systems.presets import ModelConfig
 
 # Ranges of the fitted runs, from the least to the most, and the features that some of them have (`features`).
@@ -67,7 +69,11 @@ DOMAIN = (
 def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
     """One sentence for each way in which a prediction lies outside the domain; none inside it. Raises UserError for a
     plan that does not divide the model."""
-    return [*_of_memory(config, plan, seq, system), *outside(step_time(config, plan, seq, system))]
+    stage, parts = peak_bytes(config, plan, seq)
+    need, room = sum(parts.values()), usable_memory(system)
+    low, high = STACKS[plan.stack].bytes(need)
+    memory = {"stage": stage if need > room else None, "need": need, "room": room, "low": low, "high": high}
+    return _sentences(step_time(config, plan, seq, system), memory | {"lost": low > room})
 
 
 def time_range(step: StepTime) -> tuple[float, float]:
@@ -91,59 +97,30 @@ def describe_range(step: StepTime) -> str:
 
 def outside(step: StepTime) -> list[str]:
     """`warnings` of a prediction that was made, but for memory."""
-    return [*_of_machine(step), *_of_model(step.config, step.plan, step.seq, step.system)]
+    return _sentences(step, {"stage": None})
 
 
-def _of_memory(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
-    stage, parts = peak_bytes(config, plan, seq)
-    need, there = sum(parts.values()), usable_memory(system)
-    low, high = STACKS[plan.stack].bytes(need)
-    if need > there:
-        verdict = "would run out of memory" if low > there else "may run out of memory"
-        yield (
-            f"stage {stage} is predicted to need {format_bytes(need)} on a rank ({format_bytes(low)} to "
-            f"{format_bytes(high)}), and {system.name} has {format_bytes(there)} to use: it {verdict}"
-        )
-
-
-def _of_machine(step: StepTime) -> Iterator[str]:
-    waits, system = step.parts["host"] / step.total, step.system
-    if waits > WAITING:
-        yield (
-            f"for {waits:.0%} of the step the device waits for the host, at {format_seconds(system.constants.host)} a "
-            "kernel: that of BERT-345M on one node of A100s, and of small models on H100s; another computer is faster "
-            "or slower, and on several nodes the same BERT took up to twice as long"
-        )
-    if system.name not in MACHINES:
-        figures = "measured by a probe" if system.measured else "of the data sheet"
-        figures = "partly those given here" if system.name.endswith(", changed") else figures
-        yield f"no run on {system.name} was fitted, only on {', '.join(MACHINES)}: its figures are {figures}"
-
-
-def _of_model(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
-    """Sequences, widths and numbers of accelerators beyond the fitted ones, experts, and features of no fitted run."""
-    d, (least, most) = config.d_model, SEQUENCES
-    if not least <= seq <= most:
-        yield f"a sequence of {seq} tokens is {'longer' if seq > most else 'shorter'} than the fitted {least} to {most}"
-    least, most = WIDTHS
-    if not least <= d <= most:
-        yield f"d_model {d} lies outside the fitted {least} to {most}"
-    elif d // plan.tp < NARROWEST:
-        yield (
-            f"d_model {d} over tp {plan.tp} leaves {d // plan.tp} on a rank, less than the {NARROWEST} of any "
-            "fitted run: how fast such narrow products are is extrapolated"
-        )
-    if plan.local("tp", node=system.node) != plan.tp:
-        yield f"tp {plan.tp} does not stay within a node of {system.node}, as it did in every fitted run"
-    if plan.ranks > RANKS:
-        yield f"{plan.ranks} accelerators are more than the {RANKS} of any fitted run: stragglers are not modelled"
-    if config.num_experts > MANY_EXPERTS:
-        yield (
-            f"{config.num_experts} experts: published runs with 128 took 1.1 to 5 times as long as predicted, "
-            f"four of five up to {MANY_RANGE[1]} times"
-        )
-    if config.num_experts:
-        yield "experts are timed as if the router were balanced; one that is not waits for the fullest expert"
-    if new := [name for name in features(config, plan) if name not in FEATURES]:
-        listed = new[0] if len(new) == 1 else f"{', '.join(new[:-1])} and {new[-1]}"
-        yield f"no fitted run has {listed}: computed from the same constants"
+def _sentences(step: StepTime, memory: Mapping[str, Any]) -> list[str]:
+    """Lines of `templates/warnings.txt`, whose first number is None where the step is not outside in that way."""
+    config, plan, seq, system = step.config, step.plan, step.seq, step.system
+    waits, d, experts = step.parts["host"] / step.total, config.d_model, config.num_experts
+    figures = "measured by a probe" if system.measured else "of the data sheet"
+    new = [name for name in features(config, plan) if name not in FEATURES]
+    values = {
+        "waits": waits if waits > WAITING else None,
+        "unfitted": system.name if system.name not in MACHINES else None,
+        "figures": "partly those given here" if system.name.endswith(", changed") else figures,
+        "length": seq if not SEQUENCES[0] <= seq <= SEQUENCES[1] else None,
+        "longer": seq > SEQUENCES[1],
+        "width": d if not WIDTHS[0] <= d <= WIDTHS[1] else None,
+        "narrow": d if WIDTHS[0] <= d <= WIDTHS[1] and d // plan.tp < NARROWEST else None,
+        "share": d // plan.tp,
+        "far": plan.tp if plan.local("tp", node=system.node) != plan.tp else None,
+        "ranks": plan.ranks if plan.ranks > RANKS else None,
+        "many": experts if experts > MANY_EXPERTS else None,
+        "balanced": "" if experts else None,
+        "new": " and ".join(filter(None, (", ".join(new[:-1]), *new[-1:]))) or None,
+    }
+    fitted = {"machines": ", ".join(MACHINES), "sequences": SEQUENCES, "widths": WIDTHS, "most_ranks": RANKS}
+    fitted |= {"least_share": NARROWEST, "most_times": MANY_RANGE[1]}
+    return fill_file("warnings", values | fitted | memory | {"plan": plan, "system": system})

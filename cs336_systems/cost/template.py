@@ -5,8 +5,11 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from string import Formatter
 from typing import Any
+
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 Value = float | str | bool | None
 Number = Callable[[Any, str], str]  # (value, unit) as text
@@ -39,3 +42,13 @@ def kept_lines(template: str, values: Mapping[str, Any]) -> Iterator[str]:
 def fill(template: str, values: Mapping[str, Any], number: Number) -> Iterator[str]:
     """Lines of a template with their values, `number(value, unit)` as text."""
     return (_Filled(number).vformat(line, (), values) for line in kept_lines(template, values))
+
+
+def fill_file(name: str, values: Mapping[str, Any]) -> list[str]:
+    """Lines of `templates/NAME.txt`: units are s, b (bytes), n (counted), p (parameters), or a format of Python's."""
+    return list(fill((Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8"), values, _text))
+
+
+def _text(value: Any, unit: str) -> str:
+    ways = {"s": format_seconds, "b": format_bytes, "n": format_count, "p": lambda each: format_count(each, "B")}
+    return format(value, unit) if isinstance(value, str) or unit not in ways else ways[unit](value)

@@ -1,7 +1,6 @@
 """`explain`: derivations of a step, and of the answers to the course's accounting questions."""
 
 from itertools import chain, count
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,10 +14,10 @@ from cs336_systems.cost.commands.request import request_options, take, take_requ
 from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
-from cs336_systems.cost.template import fill
+from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
+from cs336_systems.host.console import format_count, options
 
 
 class Topics(click.Group):
@@ -69,21 +68,14 @@ def step_command(**given: Any) -> None:
     numbers, tables = explain_step(request)
     # A table is never cut: on a narrow screen the terminal wraps its lines.
     wide = console.LiteralConsole(width=max(screen.width, console.PLAIN_WIDTH), file=screen.file)
-    template = (Path(__file__).parent / "templates" / "step.txt").read_text(encoding="utf-8")
     screen.print(request.lines())
-    for line in filter(None, fill(template, numbers, _text)):
+    for line in filter(None, fill_file("explain_step", numbers)):
         if line.startswith("# "):
             screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
         else:
             table = tables.get(line[1:-1])
             (wide if table else screen).print(Padding(table or line, (0, 0, 0, 3), expand=False))
     print_warnings(screen, request.warnings())
-
-
-def _text(value: Any, unit: str) -> str:
-    """A number in seconds, bytes, counted, or counted as parameters are; else in a format of Python's."""
-    ways = {"s": format_seconds, "b": format_bytes, "n": format_count, "p": lambda each: format_count(each, "B")}
-    return format(value, unit) if isinstance(value, str) or unit not in ways else ways[unit](value)
 
 
 @command.command("grids")

@@ -1,4 +1,4 @@
-"""`explain step`: the derivation of a predicted step; `templates/step.txt` has the words, this file the numbers."""
+"""`explain step`: the derivation of a step; `templates/explain_step.txt` has the words, this file the numbers."""
 
 from collections import Counter
 from typing import Any

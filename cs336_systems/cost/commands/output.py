@@ -1,7 +1,7 @@
 """Output that all commands share: tables, JSON, and warnings about a prediction outside the fitted domain."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from cs336_systems.cost.template import fill_file
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -41,6 +43,15 @@ def new_table(
             cells = (cell for cell, kept in zip(row, shown, strict=True) if kept)
             table.add_row(*cells, style="bold" if isinstance(row, Total) else None)
     return table
+
+
+def print_page(screen: Console, name: str, values: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Print `templates/NAME.txt`: a line `[best]` is the part of that name, a table or a text that may be empty; a line
+    that begins with `> ` is left to the terminal to wrap, as a text is."""
+    for line in fill_file(name, values):
+        part = parts[line[1:-1]] if line.startswith("[") else line.removeprefix("> ")
+        if part or not line:
+            screen.print(part, soft_wrap=isinstance(part, str) and line.startswith((">", "[")))
 
 
 def print_warnings(screen: Console, warnings: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_warnings
+from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import (
     as_options,
     describe_training,
@@ -41,14 +41,6 @@ SECONDS = 400e-6  # that a configuration takes, before the first ones tell
 SHOWN = 6  # values of one choice, and reasons, that are printed
 WIDE = 110  # columns, below which some are left out
 _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placement": "in a node", "zero": "ZeRO"}
-LAYOUTS = (
-    "layout: ranks of each axis (pp4x5: 4 stages of 5 chunks), m sequences of a microbatch, z ZeRO stage, sp sequence "
-    "parallelism"
-)
-LOSSES = (
-    "Of the best with each value: the part of its step that is longest beyond the winner's, and the part that it saves "
-    "most of. forced by memory: the winner with that value alone would not fit."
-)
 
 
 @dataclass(frozen=True)
@@ -192,25 +184,24 @@ def choice_text(axis: str, value: Any) -> str:
 def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
     """The whole answer, on a narrow screen without some columns: `command` predicts the best again, `whole` is a
     training by it."""
-    space, narrow = found.space, screen.width < WIDE
-    screen.print(
-        f"{title}: {format_count(sum(count_parameters(space.config).values()), 'B')} parameters, on "
-        f"{space.gpus} x {found.system.name}: {plural(space.global_batch, 'sequence')} of {space.seq} tokens per step, "
-        f"overlap {space.overlap}, at most {format_bytes(usable_memory(found.system))} per rank\n"
-    )
-    screen.print(_best(found, narrow))
-    screen.print(LAYOUTS)
-    if narrow and any(_other_order(each) for each in found.best):
-        screen.print("*: nodes are filled in another order of axes than Megatron's, tp cp ep dp pp")
-    screen.print(f"The first: {describe_range(found.best[0].step)}")
-    if whole:
-        screen.print("The first takes {} {}.".format(*describe_training(whole)))
-    screen.print("\nThe first in detail:")
-    screen.print(f"{command}\n", soft_wrap=True)
-    screen.print("\n".join(_counts(found)), soft_wrap=True)
-    screen.print()
-    screen.print(_losses(found, narrow))
-    screen.print(LOSSES)
+    space, system, narrow, nearest = found.space, found.system, screen.width < WIDE, found.nearest
+    counts = found.indivisible.most_common()
+    reasons = [f"  {plural(count, 'plan')}: {reason}" for reason, count in counts[:SHOWN]]
+    if more := counts[SHOWN:]:
+        reasons.append(f"  {plural(sum(count for _, count in more), 'plan')}: {len(more)} more reasons")
+    values = {
+        "parameters": sum(count_parameters(space.config).values()),
+        "sequences": plural(space.global_batch, "sequence"),
+        "room": usable_memory(system),
+        "starred": "" if narrow and any(map(_other_order, found.best)) else None,
+        "expected": describe_range(found.best[0].step),
+        "training": " ".join(describe_training(whole)) if whole else None,
+        "indivisible": found.indivisible.total(),
+        "miss": nearest and f"{nearest.plan.short()} recompute {RECOMPUTE_NAMES[nearest.config.recompute]}",
+        "cut": "; ".join(found.left_out) or None,
+    }
+    parts = {"best": _best(found, narrow), "reasons": "\n".join(reasons), "losses": _losses(found, narrow)}
+    print_page(screen, "search", values | locals(), parts)
 
 
 def _best(found: Search, narrow: bool) -> Table:
@@ -236,27 +227,6 @@ def _alike(each: Candidate) -> str:
     found = {" ".join(one for one in other.plan.short().split() if one not in own): None for other in each.alike}
     listed = [one or "other order" for one in found]
     return ", ".join(listed[:2]) + (f", {len(listed) - 2} more" if len(listed) > 2 else "")
-
-
-def _counts(found: Search) -> list[str]:
-    """Counts of configurations: tried, running, too large, indivisible."""
-    lines = [
-        f"{found.tried} configurations tried: {found.running} run, {found.too_large} do not fit, "
-        f"{found.indivisible.total()} do not divide."
-    ]
-    if nearest := found.nearest:
-        lines.append(
-            f"The nearest miss, {nearest.plan.short()} recompute {RECOMPUTE_NAMES[nearest.config.recompute]}, needs "
-            f"{format_bytes(nearest.memory)} and lacks {format_bytes(nearest.lacks)}."
-        )
-    reasons = found.indivisible.most_common()
-    lines += [f"  {plural(count, 'plan')}: {reason}" for reason, count in reasons[:SHOWN]]
-    if more := reasons[SHOWN:]:
-        lines.append(f"  {plural(sum(count for _, count in more), 'plan')}: {len(more)} more reasons")
-    if found.left_out:
-        cut = "; ".join(found.left_out)
-        lines.append(f"The space is larger than --limit: left out, except around the best: {cut}.")
-    return lines
 
 
 def _losses(found: Search, narrow: bool) -> Table:
