@@ -14,6 +14,7 @@ from cs336_systems.cost.fitting.observations import Observation, observe_step
 from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, system_preset, write_json
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun
+from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig
@@ -130,7 +131,7 @@ def test_constants_that_are_zero_stay_and_others_are_fitted():
     assert (found.constants.host, found.constants.call, found.zeros) == (0.0, 0.0, ("host", "call"))
     assert found.which == ("memory",)
     assert found.constants.memory == pytest.approx(2.0, rel=1e-4)
-    shown = " ".join(summary(found, data, []))
+    shown = " ".join(fill_file("fit", summary(found, data, [])))
     assert "kept at zero, since a fit changes constants by factors: host, call" in shown
     assert "warning: memory 2: a share above 1 is more than the machine can do" in shown
     assert fit([powers(2.0, host=1.0)], ONE, ("host",)).impossible() == {}  # which is no share

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table
+from cs336_systems.cost.commands.output import new_table, print_page
 from cs336_systems.cost.commands.request import take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
@@ -68,10 +68,9 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     fitted = [each for each in found if each not in apart]
     result = fit(fitted, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console.console()
-    screen.print("\n".join(described(found)), soft_wrap=True)
-    screen.print(constants_table(result))
-    screen.print(observations_table(result, fitted, apart))
-    screen.print("\n".join(summary(result, fitted, apart)), soft_wrap=True)
+    parts = {"notes": _notes(found), "constants": constants_table(result)}
+    parts["observations"] = observations_table(result, fitted, apart)
+    print_page(screen, "fit", summary(result, fitted, apart), parts)
     if asked.out:
         write_json(asked.out, _record(result, fitted))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
@@ -95,18 +94,13 @@ def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> Lo
     return LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
 
 
-def described(found: Sequence[Observation]) -> list[str]:
-    """Machines of the runs, and assumptions made of them, equal ones together."""
+def _notes(found: Sequence[Observation]) -> str:
+    """Assumptions made of runs, equal ones together."""
     notes: dict[str, dict[str, None]] = {}
     for each in found:
         for note in each.notes:
             notes.setdefault(note, {})[each.id] = None
-    lines = [f"machine: {', '.join(dict.fromkeys(each.machine for each in found))}"]
-    if len(stacks := dict.fromkeys(each.stack for each in found if each.stack)) > 1:
-        lines.append(
-            f"warning: these are runs of {', '.join(stacks)}, which have constants of their own: fit one at a time"
-        )
-    return [*lines, *(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())]
+    return "\n".join(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())
 
 
 def _names(names: Sequence[str]) -> str:
@@ -146,31 +140,26 @@ def observations_table(result: Calibration, fitted: Sequence[Observation], apart
     return new_table(columns, rows, "Predicted against measured")
 
 
-def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> list[str]:
-    """Mean and worst errors, and what is beyond the model."""
+def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> dict[str, Any]:
+    """Machines and stacks of the runs, mean and worst errors, and what is beyond the model."""
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
     if apart:
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
     texts = (f"{mean:.1%} {name} (worst {worst:.0%})" for name, logs in ways for mean, worst in [errors(logs)])
-    lines = [f"mean error over {len(fitted)}: {', '.join(texts)}"]
-    if result.noise > NOISE and len(fitted) > 1:
-        lines.append(f"the data scatter about the fit by {result.noise:.0%}, from which the uncertainties follow")
-    far = [each for each, log in zip(fitted, result.after, strict=True) if not 1 / FAR < exp(log) < FAR]
-    if far:
-        lines.append(
-            f"off by more than a factor of {FAR:g}, which no constant explains: "
-            f"{_names([f'{each.id} ({each.what})' for each in far])}; leave out with --leave-out what the model does "
-            "not describe"
-        )
-    if result.zeros:
-        lines.append(f"kept at zero, since a fit changes constants by factors: {', '.join(result.zeros)}")
-    if above := result.impossible():
-        values = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
-        lines.append(
-            f"warning: {values}: a share above 1 is more than the machine can do, so the machine is another one, the "
-            "file is misread, or the model counts work that was not done; do not predict with these constants"
-        )
-    return lines
+    stacks = dict.fromkeys(each.stack for each in (*fitted, *apart) if each.stack)
+    pairs = zip(fitted, result.after, strict=True)
+    far = [f"{each.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]
+    return {
+        "machines": ", ".join(dict.fromkeys(each.machine for each in (*fitted, *apart))),
+        "stacks": ", ".join(stacks) if len(stacks) > 1 else None,
+        "count": len(fitted),
+        "means": ", ".join(texts),
+        "noise": result.noise if result.noise > NOISE and len(fitted) > 1 else None,
+        "factor": FAR if far else None,
+        "far": _names(far),
+        "zeros": ", ".join(result.zeros) or None,
+        "impossible": ", ".join(f"{name} {value:.3g}" for name, value in result.impossible().items()) or None,
+    }
 
 
 def _record(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]:
