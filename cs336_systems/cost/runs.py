@@ -7,7 +7,7 @@ understood. What is not understood counts as absent, and a note says so.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,8 @@ class TrainingRun:
     system: System
     seconds: float | None
     notes: tuple[str, ...] = ()
-    key: object = None  # its id as it was given, a number perhaps
     gib: float | None = None  # measured memory of a rank
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # its row in a list of runs
 
     @property
     def stack(self) -> Stack:
@@ -158,8 +158,8 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
         raise UserError(f"{name}: {error}") from error
     if row.get("gpus", plan.ranks) != plan.ranks:
         notes.append(f"gpus {row['gpus']} is not tp x pp x dp x cp = {plan.ranks}, which is taken")
-    measured = row.get("t_iter_s"), tuple(notes), row.get("id", name), row.get("mem_gib")
-    return TrainingRun(name, config, plan, seq, system, *measured)
+    said = {"id": name} | {key: value for key, value in given.items() if value is not None}
+    return TrainingRun(name, config, plan, seq, system, row.get("t_iter_s"), tuple(notes), row.get("mem_gib"), said)
 
 
 def _system(row: dict[str, Any], notes: list[str]) -> System:

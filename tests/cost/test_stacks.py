@@ -41,7 +41,7 @@ GOALS = {"megatron": 0.07, "fsdp": 0.10, "nanotron": 0.10, "torchtitan": 0.10, "
 
 @pytest.mark.parametrize("name", STACKS)
 def test_what_is_fitted_was_read_and_not_recalled(name):
-    fitted = [row for row, _ in RUNS[name] if row["fitted"]]
+    fitted = [run.given for run in RUNS[name] if run.given["fitted"]]
     assert all(row["checked"] for row in fitted)
     assert bool(fitted) == bool(STACKS[name].fitted)
 
@@ -49,7 +49,7 @@ def test_what_is_fitted_was_read_and_not_recalled(name):
 @pytest.mark.parametrize("name", [name for name, stack in STACKS.items() if stack.fitted])
 def test_the_constants_are_those_that_a_fit_finds(name):
     stack = STACKS[name]
-    result = fit([observed(run) for row, run in RUNS[name] if row["fitted"]], stack.own(), stack.fitted)
+    result = fit([observed(run) for run in RUNS[name] if run.given["fitted"]], stack.own(), stack.fitted)
     for constant in stack.fitted:
         off = getattr(result.constants, constant) / getattr(stack.own(), constant) - 1
         assert abs(off) < max(0.01, result.deviation[constant]), (constant, off)
@@ -76,14 +76,14 @@ def test_runs_that_were_left_out(name, most):
     kept = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
     found = dict(islice(left_out(STACKS[name], RUNS[name]), AGAIN))
     assert found == pytest.approx({run: kept[run] for run in found}, rel=0.01)
-    written = {run.id: kept[run.id] for _, run in RUNS[name] if run.seconds}
+    written = {run.id: kept[run.id] for run in RUNS[name] if run.seconds}
     assert mean(abs(1 / ratio - 1) for ratio in written.values()) <= most
     assert STACKS[name].range == pytest.approx(central(inside(written, RUNS[name])), abs=0.02)
 
 
 def test_four_of_five_published_runs_are_inside_their_range():
     inside = []
-    for _, run in (pair for some in RUNS.values() for pair in some):
+    for run in (each for some in RUNS.values() for each in some):
         low, high = time_range(run.step())
         inside.append(low <= run.seconds <= high)
     assert mean(inside) >= 0.8
@@ -91,7 +91,7 @@ def test_four_of_five_published_runs_are_inside_their_range():
 
 def test_memory_of_measured_runs():
     ratios = []
-    for _, run in RUNS["nanotron"]:
+    for run in RUNS["nanotron"]:
         ratios.append(sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / 2**30 / run.gib)
     assert len(ratios) == 35
     assert mean(abs(each - 1) for each in ratios) < 0.06
@@ -127,7 +127,7 @@ def test_constants_of_a_file_mean_the_same_to_step_and_validate(capsys, tmp_path
 
 
 def test_one_bad_row_changes_little():
-    fitted = [run for row, run in RUNS["megatron"] if row["fitted"]][:20]
+    fitted = [run for run in RUNS["megatron"] if run.given["fitted"]][:20]
     good = fit([observed(run) for run in fitted], which=("product", "inside")).constants
     spoilt = [replace(fitted[3], seconds=10 * fitted[3].seconds), *fitted[:3], *fitted[4:]]
     bad = fit([observed(run) for run in spoilt], which=("product", "inside")).constants

@@ -76,7 +76,7 @@ class Prediction:
         need = sum(peak_bytes(self.run.config, self.run.plan, self.run.seq)[1].values()) / GIB
         least, most = self.run.stack.bytes(need)
         return {
-            "id": self.run.key, "t_iter_s": self.run.seconds, "predicted_s": self.step.total, "low_s": low,
+            "id": self.run.given["id"], "t_iter_s": self.run.seconds, "predicted_s": self.step.total, "low_s": low,
             "high_s": high, "mem_gib": self.run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most,
             "stack": self.run.plan.stack,
             "warnings": warnings(self.run.config, self.run.plan, self.run.seq, self.run.system),
@@ -121,35 +121,22 @@ def _total(name: str, found: list[Prediction]) -> str:
 def _print_families(screen: Console, found: list[Prediction]) -> None:
     """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
     ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
-    rows = {row["id"]: row for row in json.loads(PUBLISHED.read_text())}
-    families: dict[tuple[bool, str, str, str], list[Prediction]] = {}
+    families: dict[tuple[str, ...], list[Prediction]] = {}
     for each in found:
-        row = rows[each.run.id]
-        families.setdefault((row["fitted"], each.run.plan.stack, row["family"], each.run.system.name), []).append(each)
+        key = each.run.given["family"], each.run.plan.stack, each.run.system.name
+        families.setdefault(("yes" if each.run.given["fitted"] else "no", *key), []).append(each)
     lines: list[list[str] | None] = []
-    for fitted in (True, False):
-        for (used, stack, family, machine), some in families.items():
-            if used == fitted:
+    for wanted in ("yes", "no"):
+        for (fitted, *names), some in families.items():
+            if fitted == wanted:
                 off = [each.error or 0.0 for each in some]
-                shown = [f"{mean(map(abs, off)):.1%}", f"{mean(off):+.1%}", f"{max(off, key=abs):+.1%}"]
-                shown.append(f"{mean(each.inside for each in some):.0%}")
                 out = [1 / ratios[each.run.id] - 1 for each in some]
-                shown += [f"{mean(map(abs, out)):.1%}", f"{max(out, key=abs):+.1%}"]
-                lines.append([family, stack, machine, str(len(some)), "yes" if fitted else "no", *shown])
+                shown = [f"{mean(map(abs, off)):.1%}", f"{mean(off):+.1%}", f"{max(off, key=abs):+.1%}"]
+                shown += [f"{mean(each.inside for each in some):.0%}", f"{mean(map(abs, out)):.1%}"]
+                lines.append([*names, str(len(some)), fitted, *shown, f"{max(out, key=abs):+.1%}"])
         lines.append(None)
-    columns = [
-        "~family",
-        "<stack",
-        "<machine",
-        "runs",
-        "fitted",
-        "mean |error|",
-        "mean",
-        "worst",
-        "in range",
-        "left out",
-        "its worst",
-    ]
+    errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
+    columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]
     screen.print(new_table(columns, lines))
     for name, fitted in (("fitted", True), ("not fitted", False)):
-        screen.print(_total(name, [each for each in found if rows[each.run.id]["fitted"] == fitted]))
+        screen.print(_total(name, [each for each in found if each.run.given["fitted"] == fitted]))

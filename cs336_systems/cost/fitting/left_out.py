@@ -8,26 +8,24 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp
-from typing import Any
 
 import numpy as np
 
 from cs336_systems.cost.domain import FEATURES, features
 from cs336_systems.cost.fitting.calibration import fit
 from cs336_systems.cost.fitting.observations import Observation
-from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_runs
 from cs336_systems.cost.stacks import STACKS, Stack
 
 FAMILIES = 3  # that a stack needs to have them left out one by one
 SHARE = 0.8  # of left-out runs that a range contains
 
 
-def published() -> dict[str, list[tuple[dict[str, Any], TrainingRun]]]:
-    """The published runs with their rows, by stack."""
+def published() -> dict[str, list[TrainingRun]]:
+    """The published runs by stack."""
     found = defaultdict(list)
-    for row in json.loads(PUBLISHED.read_text()):
-        run = read_run(row)
-        found[run.plan.stack].append((row, run))
+    for run in read_runs(PUBLISHED):
+        found[run.plan.stack].append(run)
     return dict(found)
 
 
@@ -37,28 +35,27 @@ def observed(run: TrainingRun) -> Observation:
     return Observation(run.id, "step", run.seconds, lambda constants: run.under(constants).step().total)
 
 
-def left_out(stack: Stack, runs: Sequence[tuple[dict[str, Any], TrainingRun]]) -> Iterator[tuple[str, float]]:
+def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, float]]:
     """(id, measured over predicted) of each run, from a fit without its group, which takes seconds a group; of stacks
     to which nothing is fitted, as they are."""
-    groups = {row["family"] for row, _ in runs}
-    by_family = len(groups) >= FAMILIES
-
-    def group(row: dict[str, Any]) -> object:
-        return row["family"] if by_family else (row["h"], row["L"])
-
-    for name in dict.fromkeys(group(row) for row, _ in runs):
-        others = [observed(run) for row, run in runs if row["fitted"] and group(row) != name]
+    by_family = len({run.given["family"] for run in runs}) >= FAMILIES
+    groups: dict[object, list[TrainingRun]] = {}
+    for run in runs:
+        name = run.given["family"] if by_family else (run.config.d_model, run.config.num_layers)
+        groups.setdefault(name, []).append(run)
+    for group in groups.values():
+        others = [observed(run) for run in runs if run.given["fitted"] and run not in group]
         constants = stack.own()
         if stack.fitted and others:
             constants = fit(others, constants, stack.fitted).constants
-        for row, run in runs:
-            if group(row) == name and run.seconds:
+        for run in group:
+            if run.seconds:
                 yield run.id, run.seconds / run.under(constants).step().total
 
 
-def inside(ratios: Mapping[str, float], runs: Sequence[tuple[dict[str, Any], TrainingRun]]) -> list[float]:
+def inside(ratios: Mapping[str, float], runs: Sequence[TrainingRun]) -> list[float]:
     """The ratios of runs that have no feature outside of the domain, such as FP8."""
-    return [ratios[run.id] for _, run in runs if run.seconds and set(features(run.config, run.plan)) <= set(FEATURES)]
+    return [ratios[run.id] for run in runs if run.seconds and set(features(run.config, run.plan)) <= set(FEATURES)]
 
 
 def central(ratios: Sequence[float]) -> tuple[float, float]:
