@@ -12,14 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.machines import (
-    DEFAULT_SYSTEM,
-    Constants,
-    System,
-    check_fp8,
-    nearest_system,
-    system_preset,
-)
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, check_fp8, nearest_system, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import shaped
