@@ -147,7 +147,7 @@ GPU = (
     on_gpu("leaderboard", "--task", "attention-2025", "--seconds", "3", seconds=30),
     on_gpu("fused", *choices("candidate", *FUSED), seconds=35, takes_budget=True),
     on_gpu(
-        "machine", "--budget", "10", seconds=20, module="cs336_systems.cost.probe_system", leaves="machine.json",
+        "machine", "--budget", "10", seconds=20, module="cs336_systems.cost.commands.probe", leaves="machine.json",
         records=False,
     ),
     on_gpu("leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2", seconds=35),

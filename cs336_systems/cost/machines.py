@@ -3,14 +3,11 @@
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
 and in one direction where a link is concerned (data sheets count both). The share that is reached of it is in one set
 of constants for all machines, except `attainable`: what the vendor's library reaches on large 16-bit GEMMs at the clock
-that power allows. Another process measures a machine (`probe_system.py`): a prediction itself loads no torch.
+that power allows. `probe_system.py` measures a machine, and is imported for that alone: a prediction loads no torch.
 """
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
@@ -121,6 +118,7 @@ def check_fp8(fp8: bool, system: System) -> None:
         raise UserError(f"{system.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
 
 
+CHANGES = ("peak", "bandwidth", "memory", "power", "node", "link", "network", "reserve")
 IDLE = 1 / 7  # of an accelerator's watts: what it draws while it computes nothing; judged
 
 
@@ -160,20 +158,6 @@ def nearest_system(name: str) -> System | None:
         return SYSTEMS["a100-40gb" if "40" in asked.replace("a100", "") else "a100-80gb"]
     families = {"v100": "v100-32gb-dgx2", "theta": "thetagpu", "h100": "h100", "h200": "h200", "b200": "b200"}
     return next((SYSTEMS[known] for family, known in families.items() if family in asked), None)
-
-
-def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
-    """Measure this machine in about `budget` seconds, with progress on stderr. Raises UserError if it cannot be."""
-    with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-        out, errors = Path(folder, "machine.json"), Path(folder, "error.txt")
-        command = [sys.executable, "-m", "cs336_systems.cost.probe_system", "--out", str(out), "--budget", f"{budget}"]
-        command += ["--errors", str(errors), *(["--device", device] if device else [])]
-        done = subprocess.run(command, check=False)
-        if errors.exists():
-            raise UserError(errors.read_text())
-        if done.returncode or not out.exists():
-            raise UserError(f"this machine could not be measured: the probe ended with exit code {done.returncode}")
-        return read_machine(out)
 
 
 def check_out(path: Path | None) -> None:

@@ -1,13 +1,11 @@
 """Measure this machine for the cost model: GEMMs of many sizes, memory, launching an operator, sending.
 
-A command of its own, because ranks are forked before any tensor code runs, and because a prediction loads no torch:
-`python -m cs336_systems.cost.probe_system`, which `python -m cs336_systems.cost probe` starts.
+Commands import it when they measure: a prediction loads no torch, and ranks are forked before any tensor code runs.
 
 The fastest of many tries counts, since noise only ever adds: figures are of a machine that does nothing else.
 """
 
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,17 +18,15 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple
 
-import click
 import torch
 import torch.nn.functional as F
 
 from cs336_systems.comm import Place, all_reduce, distributed
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
+from cs336_systems.cost.machines import SECONDS, System
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.probe import best_seconds, first_touch_seconds, launch_seconds
-from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import available_memory, choose_device, device_name
 from cs336_systems.traffic import sent
@@ -86,6 +82,13 @@ def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
         return GemmLaw(exp(middle), ramp, wave, fmean(abs(each - middle) for each in logs))
 
     return min((fitted(ramp, wave) for ramp, wave in product(RAMPS, WAVES)), key=lambda law: law.error)
+
+
+def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
+    """Measure this machine in about `budget` seconds, with progress on stderr. Raises UserError if it cannot be."""
+    chosen = choose_device(device)
+    with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
+        return probe_system(chosen, budget, advance)
 
 
 def probe_system(device: torch.device, budget: float, advance: Callable[[str], None] = lambda note: None) -> System:
@@ -206,26 +209,3 @@ def _time_link(place: Place, kind: str, out: str) -> None:
             # An all-reduce over two ranks is two steps of a ring.
             figures = {"latency": latency / 2, "bandwidth": bandwidth, "backend": backend}
             Path(out).write_text(json.dumps(figures, allow_nan=False))
-
-
-@click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
-@click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=console.finite)
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="File of the machine.")
-@click.option("--errors", type=click.Path(path_type=Path), help="File for the error message, in place of the screen.")
-def main(device: str | None, budget: float, out: Path, errors: Path | None) -> None:
-    """Measure this machine for `python -m cs336_systems.cost`, and write it to a file."""
-    try:
-        check_out(out)
-        chosen = choose_device(device)
-        with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
-            write_json(out, probe_system(chosen, budget, advance).record())
-    except UserError as error:
-        if errors is None:
-            raise
-        errors.write_text(str(error))
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    sys.exit(console.run_command(main))

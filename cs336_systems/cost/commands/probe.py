@@ -1,5 +1,6 @@
 """`probe`: this machine, measured in seconds, as the machine that the other commands predict for."""
 
+import sys
 from math import sqrt
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.machines import SECONDS, System, check_out, probe_here, write_json
+from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
@@ -23,6 +24,8 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 )  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
     """Measure this machine: products, memory, what starting an operator costs, sending between two processes."""
+    from cs336_systems.cost.probe_system import probe_here  # torch, which the other commands need not load
+
     check_out(out)
     system = probe_here(budget, device)
     if out:
@@ -55,3 +58,9 @@ def figures(system: System) -> Table:
     }
     cells = [(what, figure, system.sources.get(name, "")) for name, (what, figure) in rows.items()]
     return new_table(["what", "figure", "~source"], cells, title=system.name)
+
+
+main = command  # the name by which `benchmarks.all` finds what it runs
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

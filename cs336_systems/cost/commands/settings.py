@@ -186,12 +186,13 @@ class MachineOptions:
             raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")
         if self.machine_file:
             found = machines.read_machine(self.machine_file)
+        elif name.lower() == HERE:
+            from cs336_systems.cost.probe_system import probe_here  # torch, which no other machine needs
+
+            found = probe_here()
         else:
-            found = machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
-        found = machines.changed(
-            found, peak=self.peak, bandwidth=self.bandwidth, memory=self.memory, power=self.power, node=self.node,
-            link=self.link, network=self.network, reserve=self.reserve,
-        )  # fmt: skip
+            found = machines.system_preset(name)
+        found = machines.changed(found, **{name: getattr(self, name) for name in machines.CHANGES})
         if self.constants:
             return STACKS[stack].on(found, machines.load_constants(self.constants))
         found = STACKS[stack].on(found)
