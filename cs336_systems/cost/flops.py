@@ -18,10 +18,11 @@ from cs336_systems.presets import ModelConfig
 
 def forward_flops(config: ModelConfig, batch: int, seq: int, training: bool = True) -> dict[str, int]:
     """FLOPs of one forward pass over (batch seq) tokens, by part; `training` decides the capacity of experts."""
-    parts: Counter[str] = Counter()
+    parts, tokens, d = Counter[str](), batch * seq, config.d_model
     for layer in range(config.num_layers):
         parts.update(block_flops(config, batch, seq, layer, training))
-    return {**parts, "head": head_flops(config, batch, seq)}
+    bert = 2 * tokens * d * d + 2 * batch * d * (d + 2) if config.bert_heads else 0  # transform, pooler, classifier
+    return {**parts, "head": 2 * tokens * d * config.vocab_size + bert}
 
 
 @lru_cache(maxsize=256)
@@ -30,13 +31,6 @@ def model_flops(config: ModelConfig, micro_batch: int, seq: int) -> int:
     recompute, and of experts the rows in use, neither empty slots nor one-hot products."""
     config = replace(config, mixture=replace(config.mixture, dispatch="sort"))
     return sum(forward_flops(config, micro_batch, seq).values()) + backward_flops(config, micro_batch, seq)
-
-
-def head_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """FLOPs of the logits, and of BERT's transform, pooler and classifier of pairs, forward."""
-    tokens, d = batch * seq, config.d_model
-    bert = 2 * tokens * d * d + 2 * batch * d * (d + 2) if config.bert_heads else 0
-    return 2 * tokens * d * config.vocab_size + bert
 
 
 def block_flops(config: ModelConfig, batch: int, seq: int, layer: int, training: bool = True) -> dict[str, int]:
@@ -57,14 +51,6 @@ def block_flops(config: ModelConfig, batch: int, seq: int, layer: int, training:
     return parts
 
 
-def block_backward_flops(config: ModelConfig, batch: int, seq: int, layer: int) -> dict[str, int]:
-    """FLOPs of one block's backward, recompute apart: each product has a gradient for either factor, if both have."""
-    parts = {name: 2 * count for name, count in block_flops(config, batch, seq, layer).items()}
-    if "one-hot products" in parts:
-        parts["one-hot products"] = one_hot_flops(config, batch * seq)[1]
-    return parts
-
-
 def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
     """FLOPs of the fastest implementation of the same model: fused causal attention skips half of the scores."""
     parts = forward_flops(config, batch, seq)
@@ -73,9 +59,10 @@ def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 
 def backward_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """FLOPs of one backward pass, recompute apart: see `block_backward_flops`."""
-    blocks = sum(sum(block_backward_flops(config, batch, seq, layer).values()) for layer in range(config.num_layers))
-    return blocks + 2 * forward_flops(config, batch, seq)["head"]
+    """FLOPs of one backward pass, recompute apart: each product has a gradient for either factor, if both have."""
+    parts = forward_flops(config, batch, seq)
+    one_hot = config.expert_layers * one_hot_flops(config, batch * seq)[1] if "one-hot products" in parts else 0
+    return 2 * sum(count for name, count in parts.items() if name != "one-hot products") + one_hot
 
 
 def recompute_flops(config: ModelConfig, batch: int, seq: int) -> int:

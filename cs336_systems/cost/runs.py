@@ -15,12 +15,12 @@ from typing import Any
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, check_fp8, nearest_system, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.shape import shaped
+from cs336_systems.cost.shape import wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular, strict_json
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, model_preset
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
 LEFT_OUT = PUBLISHED.parent / "left_out.json"  # measured over predicted of each, by a fit without its family
@@ -175,7 +175,8 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
     llama = gated or kv != a
     own = {"top_k": "top_k", "expert_d_ff": "expert_ffn", "shared_d_ff": "shared_ffn", "dense_layers": "dense"}
     sparse = {name: row.get(key) for name, key in own.items()} if "experts" in row else {}
-    return shaped(
+    return wider(
+        model_preset("llama-8b" if llama else "gpt3-175b"),  # for positions, biases, norms and the head
         vocab_size=row["V"],
         context_length=seq,
         d_model=h,
@@ -184,11 +185,7 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
         num_heads=a,
         num_kv_heads=kv,
         head_width=row.get("head"),
-        positions="rotary" if llama else "learned",
-        bias=not llama,
-        norm="rmsnorm" if llama else "layernorm",
         feed_forward="swiglu" if gated else "gelu",
-        tied_head=not llama,
         dropout=0.0 if attention == "sdpa" else 0.1,
         attention=attention,
         recompute=recompute,

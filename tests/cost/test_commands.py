@@ -16,6 +16,7 @@ from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question
 from cs336_systems.cost.flops import forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
+from cs336_systems.cost.notebook.physics import Notebook
 from cs336_systems.cost.notebook.tables import as_records
 from cs336_systems.cost.operator_time import collective_seconds
 from cs336_systems.cost.parameters import count_parameters
@@ -101,7 +102,7 @@ def test_the_notebook(printed, run):
     assert "0.618475" in out  # fc2's TFLOP
     assert "What the notebook gets wrong" in out
     found = json.loads(printed("table", "--preset", "seed", "--json"))
-    assert found["rows"] == as_records()
+    assert found["rows"] == as_records(Notebook())
     assert found["differences"]
     layer = {each["name"]: each for each in found["layer"]}
     # Counted with a multiply and an add for each: the notebook has one addition less.

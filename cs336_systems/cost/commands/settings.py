@@ -1,6 +1,6 @@
 """Options of the command line that name a model, a plan and a machine."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,17 +61,17 @@ class ModelOptions:
 
     def model_config(self) -> ModelConfig:
         """The model, its context the sequence. Raises UserError for what does not exist or divide."""
-        known = {each.name for each in fields(ModelConfig)}
-        changes = {name: value for name, value in asdict(self).items() if name in known} | {
+        changes = asdict(self) | {
             "d_ff": self.d_ff if self.d_ff or not self.d_model else 4 * self.d_model,
             "num_kv_heads": self.num_kv_heads if self.num_kv_heads or not self.num_heads else 0,
             "context_length": self.context,
             "recompute": RECOMPUTE[self.recompute] if self.recompute else None,
+            "head_width": self.head_dim,
+            "kernels": self.kernels or "triton",
+            "shared_expert": True if self.shared_d_ff else None,
         }
-        changes |= {"head_width": self.head_dim, "dense_layers": self.dense_layers, "top_k": self.top_k}
-        changes |= {"kernels": self.kernels or "triton"}
-        changes |= {"expert_d_ff": self.expert_d_ff, "shared_d_ff": self.shared_d_ff}
-        return wider(self._began(), **changes, shared_expert=True if self.shared_d_ff else None)
+        own = ("size", "year", "context", "head_dim")  # names that the model does not have
+        return wider(self._began(), **{name: value for name, value in changes.items() if name not in own})
 
     def _began(self) -> ModelConfig:
         """The model before any change."""

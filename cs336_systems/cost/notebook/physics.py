@@ -6,11 +6,8 @@ It is the ideal that a first model should be: closed forms, nothing fitted. What
 github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 
-from dataclasses import dataclass, fields, replace
-from math import isfinite
+from dataclasses import dataclass, replace
 from typing import Literal
-
-from cs336_systems.errors import UserError
 
 Collective = Literal["allgather", "reducescatter"]
 
@@ -20,8 +17,7 @@ class Notebook:
     """Inputs of the notebook: one layer's sizes, the degree of tensor parallelism, and a GPU's data sheet.
 
     The defaults are its own: GPT-3's layer, one sequence of 2048 tokens, four A100s of 40 GB in one node. Rates are
-    per GPU, in TFLOP/s and GB/s, with 1 GB = 1e9 bytes. Raises UserError for sizes that are
-    not positive or do not divide.
+    per GPU, in TFLOP/s and GB/s, with 1 GB = 1e9 bytes.
     """
 
     batch: int = 1
@@ -39,15 +35,6 @@ class Notebook:
     nvlink_rate: float = 600.0  # GB/s
     network_rate: float = 100.0  # GB/s, for groups that leave the node
     nvlink_size: int = 4  # GPUs of a node
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value, whole = getattr(self, each.name), each.type is int
-            if not (isfinite(value) and value > 0) or (whole and not isinstance(value, int)):
-                raise UserError(f"{each.name} must be a positive {'whole ' * whole}number, not {value}")
-        for name, by in ("d_model", "num_heads"), ("num_heads", "tp"), ("d_ff", "tp"), ("seq", "tp"):
-            if getattr(self, name) % getattr(self, by):
-                raise UserError(f"{name} {getattr(self, name)} is not a multiple of {by} {getattr(self, by)}")
 
     @property
     def head_dim(self) -> int:

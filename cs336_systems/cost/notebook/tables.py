@@ -43,7 +43,7 @@ class Table:
     """One of the two tables: a row per operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
 
     title: str
-    rows: tuple[dict[str, Any], ...]
+    rows: list[dict[str, Any]]
     depth: int
 
     def total(self, column: str) -> float:
@@ -67,16 +67,12 @@ def show(cell: float | str | None) -> str:
     return cell if isinstance(cell, str) else str(round(cell, 6))
 
 
-def notebook_tables(config: Notebook | None = None) -> dict[str, Table]:
-    """`mlp` and `attention` of one configuration, by default the notebook's own: cells in TFLOP, GB and ms."""
-    config = config or Notebook()
-    return {
-        name: Table(title, tuple(operator_row(config, each) for each in operators), config.num_layers)
-        for name, title, operators in (
-            ("mlp", "MLP", mlp_operators(config)),
-            ("attention", "self-attention", attention_operators(config)),
-        )
-    }
+def notebook_tables(config: Notebook) -> dict[str, Table]:
+    """`mlp` and `attention` of one configuration: cells in TFLOP, GB and ms."""
+    operators = {"MLP": mlp_operators(config), "self-attention": attention_operators(config)}
+    tables = [Table(title, [operator_row(config, one) for one in each], config.num_layers)
+              for title, each in operators.items()]  # fmt: skip
+    return dict(zip(("mlp", "attention"), tables, strict=True))
 
 
 def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
     return {column: row[column] for column in COLUMNS}
 
 
-def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:
+def as_records(config: Notebook) -> list[dict[str, Any]]:
     """The same for a program, unrounded: a record per operator, then one of totals and share per table."""
     records: list[dict[str, Any]] = []
     for key, each in notebook_tables(config).items():
