@@ -34,7 +34,8 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
         size = f"a global batch (--batch-size) of {batch} sequences"
         raise UserError(f"{size} is not a multiple of micro-batch {product}: use {near}")
     if spread.chunks > 1 and spread.pp == 1:
-        raise UserError(f"{spread.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
+        other = "another schedule than zbv" if spread.schedule in TURNING else "chunks to 1"
+        raise UserError(f"{spread.chunks} chunks are of no use on one stage: set {other}, or pp above 1")
     bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit
 
 

@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 
 def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[str, float]:
     """Bytes on a rank of a stage at its peak, by part: weights, gradients, optimizer state, activations, workspace, and
-    what PyTorch's allocator has besides. Raises UserError for a plan that does not divide the model, and for a stage
+    what the framework itself holds. Raises UserError for a plan that does not divide the model, and for a stage
     that does not exist."""
     plan.check(config, seq)
     if not 0 <= stage < plan.pp:
@@ -64,7 +64,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     found = {name: stack.state * nbytes for name, nbytes in _state(plan, shared, owned).items()}
     found["activations"] = stack.activations * activations
     found["workspace"] = workspace + _gathered(config, plan, seq, stage)
-    return found | ({"besides": stack.besides * GIB} if stack.besides else {})
+    return found | ({"framework": stack.besides * GIB} if stack.besides else {})
 
 
 def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:

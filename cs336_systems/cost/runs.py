@@ -201,7 +201,8 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
     tp, pp, dp, cp, batch = (row.get(key, 1) for key in ("tp", "pp", "dp", "cp", "gbs"))
     ep = row.get("ep", 1) if config.num_experts else 1
     if dp % ep:
-        raise UserError(f"dp {dp} is not a multiple of ep {ep}, whose ranks are among them")
+        split = f", and experts are split over tp {tp} as well" if tp > 1 else ""
+        raise UserError(f"dp {dp} is not a multiple of ep {ep}, whose ranks are among them{split}")
     splits = config.recompute != "segments" and config.context_length % (tp * cp) == 0
     chunks = min(round(config.num_layers / pp), (config.num_layers + ENDS) // pp)
     filling = pp - 1 > LITTLE * batch / (dp * row.get("mbs", 1))

@@ -122,6 +122,7 @@ BAD = [
     ({"gbs": 63}, "63 sequences is not a multiple of micro-batch 1 x dp 4 = 4: use 60 or 64"),
     ({"pp": 27, "mbs": 1}, "24 layers are too few for pp 27"),
     ({"ep": 3, "experts": 6}, "dp 4 is not a multiple of ep 3"),
+    ({"ep": 3, "experts": 6, "tp": 2}, "whose ranks are among them, and experts are split over tp 2 as well"),
     ({"experts": 4, "top_k": 5}, "a token is sent to 5 experts, and the layer has 4"),
     ({"fp8": True, "gpu": "A100-80GB"}, "A100-80GB has no 8-bit floating-point GEMMs"),
     ({"zero": 2, "shard": 3}, "4 replicas are no multiple of the shard 3"),

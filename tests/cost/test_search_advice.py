@@ -15,6 +15,7 @@ from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
 from cs336_systems.cost.search_advice import gpus_needed, option
 from cs336_systems.cost.search_space import Space
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 
@@ -125,6 +126,9 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
         f"scaling --machine-file {tmp_path / 'own.json'}": [("own", own)],
         "degrees": [("A100-80GB", CONSTANTS)],
         "degrees --system H100 --system Here": [("H100", CONSTANTS), ("this", own)],
+        "degrees --kernels torch": [("A100-80GB", STACKS["other"].own())],
+        "scaling --zero 3": [("A100-80GB", STACKS["fsdp"].own())],
+        "scaling --stack nanotron": [("A100-80GB", STACKS["nanotron"].own())],
     }.items():
         seen.clear()
         assert run_command(main, ["plot", *words.split(), *["--size", "small", "--out", "a.svg"]]) == 0

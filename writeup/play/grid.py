@@ -34,7 +34,7 @@ SEQUENCE, BATCH = 2048, 256  # tokens; sequences of a step, all ranks together
 TIMES = tuple(name for name in PARTS if name not in ("computing", "context-parallel", "expert-parallel"))
 MEMORY = {  # in the colours of `figures.COLOURS`
     "weights": "#0072B2", "gradients": "#E69F00", "optimizer": "#D55E00", "activations": "#009E73",
-    "workspace": "#CC79A7", "besides": "#999999",
+    "workspace": "#CC79A7", "framework": "#999999",
 }  # fmt: skip
 VERDICTS = ("Refused, would run out of memory: ", "May run out of memory: ", "Fits: ")
 LENGTHS = dict.fromkeys(NAMES, 1) | {"interleaved": 2, "zbv": 2}  # chunks of a stage

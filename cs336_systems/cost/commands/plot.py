@@ -8,12 +8,13 @@ import click
 from click.core import ParameterSource
 
 from cs336_systems.cost.commands.request import Request, request_options, take, take_request
-from cs336_systems.cost.commands.settings import COUNT, FILE, MachineOptions, ModelOptions
+from cs336_systems.cost.commands.settings import COUNT, FILE, STACK_HELP, MachineOptions, ModelOptions
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.cost.machines import DEFAULT_SYSTEM
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
+from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import options
 from cs336_systems.host.text import printable
@@ -35,6 +36,8 @@ def _checked(context: click.Context, option: click.Parameter, out: Path) -> Path
 out_option = click.option(
     "--out", required=True, type=FILE, callback=_checked, help="The picture, a file in .svg, .png or .pdf."
 )
+
+stack_option = click.option("--stack", type=click.Choice(list(STACKS)), help=STACK_HELP)
 
 
 @click.group(epilog=DOMAIN)
@@ -75,17 +78,21 @@ def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> Non
     help="tp x pp that is drawn besides the best; may be repeated.",
 )  # fmt: skip
 @click.option("--zero", default=1, show_default=True, type=click.IntRange(0, 3), help="ZeRO stage.")
+@stack_option
 @options(MachineOptions)
 @options(ModelOptions)
 def scaling_command(
-    out: Path, batch_size: int, per_gpu: int, least: int, most: int, fixed: tuple[str, ...], zero: int, **given: Any
-) -> None:
+    out: Path, batch_size: int, per_gpu: int, least: int, most: int, fixed: tuple[str, ...], zero: int,
+    stack: StackName | None, **given: Any,
+) -> None:  # fmt: skip
     """MFU and tokens per second by number of accelerators: strong and weak, of the best plan and of fixed ones."""
-    config = take(ModelOptions, given).model_config()
+    model = take(ModelOptions, given)
+    config, name = model.model_config(), model.stack(stack, zero)
     if least > most:
         raise UserError(f"--least {least} is more than --most {most}")
-    pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine()
-    study = scaling.Study(config, config.context_length, system, Plan(zero=zero, overlap=system.overlap))
+    pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine(name)
+    base = Plan(zero=zero, overlap=system.overlap, stack=name)
+    study = scaling.Study(config, config.context_length, system, base)
     counts = [least << k for k in range((most // least).bit_length())]
     _write(scaling.draw(study, counts, batch_size, per_gpu, pairs), out)
 
@@ -98,14 +105,18 @@ def scaling_command(
 )  # fmt: skip
 @click.option("--most", default=256, show_default=True, type=click.IntRange(2), help="Highest degree, a power of two.")
 @click.option("--batch-size", type=COUNT, help="Sequences that dp and ep split.  [default: --most]")
+@stack_option
 @options(ModelOptions)
-def degrees_command(out: Path, system: tuple[str, ...], most: int, batch_size: int | None, **given: Any) -> None:
+def degrees_command(
+    out: Path, system: tuple[str, ...], most: int, batch_size: int | None, stack: StackName | None, **given: Any
+) -> None:
     """The share of time that tensor, context, data (ZeRO 3) and expert parallelism send, over the degree of each."""
     if most & (most - 1):
         raise UserError(f"--most {most} is not a power of two: take {1 << most.bit_length() - 1}")
-    config = take(ModelOptions, given).model_config()
-    systems = [MachineOptions(system=name).machine() for name in dict.fromkeys(map(str.lower, system))]
-    _write(degrees.draw(config, config.context_length, systems, most, batch_size or most), out)
+    model = take(ModelOptions, given)
+    config, used = model.model_config(), model.stack(stack, 0)
+    systems = [MachineOptions(system=name).machine(used) for name in dict.fromkeys(map(str.lower, system))]
+    _write(degrees.draw(config, config.context_length, systems, most, batch_size or most, used), out)
 
 
 @command.command("all")

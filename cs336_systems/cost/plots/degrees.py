@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, ticks_at, tidy
+from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, of_stack, ticks_at, tidy
 from cs336_systems.cost.search_space import refused
+from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
@@ -46,41 +47,45 @@ def with_experts(config: ModelConfig) -> ModelConfig:
     return config if config.num_experts else replace(config, num_experts=EXPERTS, expert_every=2)
 
 
-def plan_at(axis: Axis, degree: int, batch: int) -> Plan | None:
+def plan_at(axis: Axis, degree: int, batch: int, stack: StackName = "megatron") -> Plan | None:
     """A plan of one axis alone, its rows in one microbatch; None for a batch that does not divide."""
     splits = axis in ("dp", "ep")
     if splits and batch % degree:
         return None
     rows, together = (batch // degree, batch) if splits else (1, 1)
-    plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none")
+    plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none", stack=stack)
     return plan.override(**{axis: degree, "zero": 3 if axis == "dp" else 0, "global_batch": together})
 
 
 def shares(
-    config: ModelConfig, seq: int, system: System, axis: Axis, degrees: Sequence[int], batch: int
-) -> list[Share]:
+    config: ModelConfig, seq: int, system: System, axis: Axis, degrees: Sequence[int], batch: int,
+    stack: StackName = "megatron",
+) -> list[Share]:  # fmt: skip
     """One Share for each degree that divides the model, the sequence or the batch."""
     config, found = with_experts(config) if axis == "ep" else config, []
     for degree in degrees:
-        plan = plan_at(axis, degree, batch)
+        plan = plan_at(axis, degree, batch, stack)
         if plan and not refused(lambda: plan.check(config, seq)):  # noqa: B023
             parts = step_time(config, plan, seq, system).parts
             found.append(Share(degree, parts[AXES[axis][0]], sum(parts[name] for name in COMPUTING)))
     return found
 
 
-def draw(config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int) -> Any:
+def draw(
+    config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int, stack: StackName = "megatron"
+) -> Any:
     """A matplotlib Figure of four panels, one for each axis, with a line for each machine. Raises UserError if no
     degree divides."""
     heading = (
-        f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens, nothing hidden; "
+        f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens{of_stack(stack)}, nothing hidden; "
         "ringed: the first degree at which communication takes longer than computing"
     )
+    config = config.override(kernels=STACKS[stack].kernels)
     figure, degrees = new_figure(11.5, 7.6, systems, heading), [1 << k for k in range(1, most.bit_length())]
     panels, sparse = figure.subplots(2, 2, sharey=True, sharex=True).ravel(), with_experts(config)
     words = {"batch": f"{batch} sequences", "experts": f"{sparse.num_experts} experts in {sparse.expert_layers} layers"}
     for axes, (axis, (_, title)) in zip(panels, AXES.items(), strict=True):
-        lines = {each.name: shares(config, seq, each, axis, degrees, batch) for each in systems}
+        lines = {each.name: shares(config, seq, each, axis, degrees, batch, stack) for each in systems}
         if not any(lines.values()):
             raise UserError(f"no power of two up to {most} divides what {axis} splits: choose another --batch-size")
         _panel(axes, lines)

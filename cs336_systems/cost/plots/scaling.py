@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, ticks_at, tidy
+from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, of_stack, ticks_at, tidy
 from cs336_systems.cost.search_space import RECOMPUTES, refused
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
@@ -36,11 +37,12 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
         dp, rest = divmod(gpus, tp * pp)
         if rest or batch % (dp * micro):
             continue
-        plan = study.base.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
-        if refused(lambda: plan.check(study.config, study.seq)):  # noqa: B023
+        asked = study.base.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
+        model, plan = STACKS[asked.stack].shape(study.config, asked)
+        if refused(lambda: plan.check(model, study.seq)):  # noqa: B023
             continue
         for recompute in RECOMPUTES:
-            config = replace(study.config, recompute=recompute)
+            config = replace(model, recompute=recompute)
             if fits(config, plan, study.seq, study.system):
                 yield config, plan
 
@@ -78,7 +80,7 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
         f"Strong: {batch} sequences of {study.seq} tokens in a step": [batch] * len(counts),
         f"Weak: {each} sequence{'s' * (each > 1)} of {study.seq} tokens for each GPU": [each * n for n in counts],
     }
-    machine = f"on {plot_text(study.system.name)}, ZeRO {study.base.zero}"
+    machine = f"on {plot_text(study.system.name)}, ZeRO {study.base.zero}{of_stack(study.base.stack)}"
     heading = f"{study.config.num_layers} layers x {study.config.d_model} {machine}"
     figure = new_figure(13, 5.2, [study.system], heading)
     panels = figure.subplots(1, 2, sharey=True)
