@@ -25,13 +25,10 @@ def norm(rank: Rank, name: str) -> Operator:
     return Operator(name, (ahead,), (back,), weights=weights, kept=stream)
 
 
-def entry(rank: Rank) -> dict[str, Any]:
-    """Collectives of the first GEMM of a branch: the gradient of its input is a sum over tensor-parallel ranks. Under
-    sequence parallelism the input is gathered (arXiv:2205.05198, section 4.2.2)."""
-    return _entered(rank, rank.stream)
-
-
-def _entered(rank: Rank, nbytes: float) -> dict[str, Any]:
+def _entered(rank: Rank, nbytes: float = 0.0) -> dict[str, Any]:
+    """Collectives of the first GEMM of a branch, whose input has so many bytes, or those of the stream: its gradient is
+    a sum over tensor-parallel ranks. Under sequence parallelism it is gathered (arXiv:2205.05198, section 4.2.2)."""
+    nbytes = nbytes or rank.stream
     reduced = {"returned": (Collective("all-reduce", "tp", nbytes),)}
     return _gathered("tp", nbytes) if rank.plan.sequence else reduced
 
@@ -77,7 +74,7 @@ def _attention(rank: Rank) -> Iterator[Operator]:
     if latent:
         yield from _latent(rank, latent)
     else:
-        yield rank.linear("query, key, value", tokens, d, query + key + value, kept=rank.resting, **entry(rank))
+        yield rank.linear("query, key, value", tokens, d, query + key + value, kept=rank.resting, **_entered(rank))
     if rank.config.positions == "rotary":
         # In 32 bits if each operation is a kernel: cast, turn, cast again.
         passes, kernels = (2, 2) if rank.fused else (10, 6)
@@ -102,7 +99,7 @@ def _latent(rank: Rank, latent: Latent) -> Iterator[Operator]:
         entered = _entered(rank, rank.bytes_of(latent.query))
         yield rank.linear("queries", tokens, latent.query, query, kept=rank.bytes_of(latent.query) * share, **entered)
     else:
-        yield rank.linear("queries", tokens, d, query, kept=rank.resting, **entry(rank))
+        yield rank.linear("queries", tokens, d, query, kept=rank.resting, **_entered(rank))
     entered, columns = _entered(rank, rank.bytes_of(latent.key_value + latent.rotary)), key + value
     columns -= rank.config.num_heads // plan.tp * latent.rotary
     yield rank.linear(
@@ -152,7 +149,7 @@ def _feed_forward(rank: Rank, prefix: str) -> Iterator[Operator]:
     d, width, gated = rank.config.d_model, rank.config.d_ff, rank.config.feed_forward == "swiglu"
     hidden = (shared_width(rank.config) if prefix else width) // rank.plan.tp
     held = rank.bytes_of(hidden)
-    yield rank.linear(f"{prefix}up", rank.tokens, d, hidden * (1 + gated), kept=rank.resting, **entry(rank))
+    yield rank.linear(f"{prefix}up", rank.tokens, d, hidden * (1 + gated), kept=rank.resting, **_entered(rank))
     yield _activation(rank, prefix, held)
     yield rank.linear(f"{prefix}down", rank.tokens, hidden, d, kept=held)
 
@@ -178,7 +175,7 @@ def _experts(rank: Rank) -> Iterator[Operator]:
     own = moved / parts
     way = (Collective("all-to-all", "ep", own),)
     gather, scatter = ((Collective(verb, "tp", moved),) for verb in ("all-gather", "reduce-scatter"))
-    into: dict[str, Any] = {"sent": gather, "returned": scatter} if plan.sequence else entry(rank)
+    into: dict[str, Any] = {"sent": gather, "returned": scatter} if plan.sequence else _entered(rank)
     out: dict[str, Any] = {"sent": scatter, "returned": gather} if plan.sequence else {}
     yield rank.linear("router", rank.tokens // parts, d, config.num_experts, wide=True, kept=rank.resting)
     yield Operator("dispatch", (sweep(2 * own, 3),), (sweep(2 * own, 3),), sent=way, returned=way)
@@ -207,7 +204,7 @@ def _head(rank: Rank) -> Iterator[Operator]:
     yield norm(rank, "last norm")
     if rank.config.bert_heads:
         yield rank.linear("transform", tokens, d, d, wide=True, kept=2 * rank.stream)
-    yield rank.linear("logits", tokens, d, columns, wide=True, kept=rank.resting, **entry(rank))
+    yield rank.linear("logits", tokens, d, columns, wide=True, kept=rank.resting, **_entered(rank))
     # Cast, largest, subtract, exponentiate, sum and divide; backward makes the gradient, and casts it.
     # The largest logit of all ranks; then the sum, and the target's logit, which one rank has.
     sent = Collective("all-reduce", "tp", 4.0 * tokens), Collective("all-reduce", "tp", 8.0 * tokens)

@@ -11,33 +11,23 @@ def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
     return (ups + 1) * d * f + (ups * f + d if config.bias else 0)
 
 
-def expert_parameters(config: ModelConfig) -> int:
-    """One expert layer: its experts, its router (num_experts d_model) without a bias, and its shared expert."""
-    experts = config.num_experts * (feed_forward_parameters(config, config.expert_d_ff) + config.d_model)
-    return experts + (feed_forward_parameters(config, shared_width(config)) if config.mixture.shared_expert else 0)
-
-
-def head_parameters(config: ModelConfig) -> int:
-    """Parameters that turn the last hidden state into logits, without the token embedding."""
-    d, vocab = config.d_model, config.vocab_size
-    if config.bert_heads:
-        transform, norm, bias, pooler, pair = d * d + d, 2 * d, vocab, d * d + d, 2 * d + 2
-        return transform + norm + bias + pooler + pair
-    return 0 if config.tied_head else d * vocab
-
-
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds."""
-    d, layers, sparse = config.d_model, config.num_layers, config.expert_layers
+    d, vocab, layers, sparse = config.d_model, config.vocab_size, config.num_layers, config.expert_layers
     norm, latent = 2 * d if config.norm == "layernorm" and config.bias else d, latent_of(config)
     projections = sum(inner * columns + (columns if config.bias else 0) for inner, columns in projection_sizes(config))
     projections += latent.query + latent.key_value if latent else 0  # their norms
+    # A layer of experts has these, a router without a bias, and perhaps a shared expert.
+    experts = config.num_experts * (feed_forward_parameters(config, config.expert_d_ff) + d) if sparse else 0
+    shared = feed_forward_parameters(config, shared_width(config)) if config.mixture.shared_expert else 0
+    # BERT's transform, norm, bias, pooler and classifier of pairs.
+    bert = (d * d + d) + 2 * d + vocab + (d * d + d) + (2 * d + 2)
     return {
-        "embedding": d * (config.vocab_size + config.token_types),
+        "embedding": d * (vocab + config.token_types),
         "positions": d * config.context_length if config.positions == "learned" else 0,
         "attention": layers * projections,
         "feed-forward": (layers - sparse) * feed_forward_parameters(config, config.d_ff),
-        "experts": sparse * expert_parameters(config) if sparse else 0,
+        "experts": sparse * (experts + shared),
         "norms": (2 * layers + 1) * norm,
-        "head": head_parameters(config),
+        "head": bert if config.bert_heads else 0 if config.tied_head else d * vocab,
     }

@@ -152,9 +152,11 @@ def _working(
     head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
     embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
     plain = config if config.recompute == "none" else config.override(recompute="none")
-    parts, every = plan.stage_chunks(config.num_layers)[stage], _segment(config, plan)
+    stages = plan.stage_chunks(config.num_layers)
+    longest = max(len(layers) for chunks_of in stages for layers in chunks_of)
+    every = min(config.recompute_every, longest) if config.recompute == "segments" else 1  # blocks recomputed together
     kept = []
-    for chunk, owned in enumerate(parts):
+    for chunk, owned in enumerate(stages[stage]):
         sparse = sparse_layers(owned, sparse_rule(config))
         # A segment keeps the input of its first block alone.
         share = ceil(len(owned) / every) / max(1, len(owned))
@@ -201,9 +203,3 @@ def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
         sizes += [each.shared - tied + (each.owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
     sizes.sort(reverse=True)
     return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + GRADIENT * sizes[0]
-
-
-def _segment(config: ModelConfig, plan: Plan) -> int:
-    """Blocks that are recomputed together."""
-    longest = max(len(layers) for chunks in plan.stage_chunks(config.num_layers) for layers in chunks)
-    return min(config.recompute_every, longest) if config.recompute == "segments" else 1

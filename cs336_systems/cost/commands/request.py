@@ -17,6 +17,7 @@ from cs336_systems.cost.plan import RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, recomputed, step_time
+from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, format_count, format_seconds, options
 from cs336_systems.presets import ModelConfig
@@ -72,14 +73,10 @@ class Request:
         again += f" ({', '.join(plan.recompute_modules)})" if plan.recompute_modules else ""
         again += f" in one block of {plan.recompute_nth}" if plan.recompute_nth > 1 else ""
         experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
-        return (
-            f"{self.title}: {format_count(self.parameters, 'B')} parameters, {config.num_layers} layers, d_model "
-            f"{config.d_model}, d_ff {config.d_ff}, {config.num_heads} heads{experts}, {config.attention} attention\n"
-            f"{plan.ranks} x {self.system.name}{': ' if shown else ''}{', '.join(shown)}; "
-            f"{plural(plan.global_batch, 'sequence')} of {self.seq} tokens in {plan.microbatches} x {plan.micro_batch} "
-            f"per replica; recompute {again}, "
-            f"overlap {plan.overlap}, stack {plan.stack}"
-        )
+        names = {name: getattr(self, name) for name in ("title", "parameters", "config", "plan", "system")}
+        words = {"again": again, "experts": experts, "shown": f": {', '.join(shown)}" if shown else ""}
+        words["sequences"] = plural(plan.global_batch, "sequence")
+        return "\n".join(fill_file("request", names | words))
 
     def record(self) -> dict[str, Any]:
         model = {**asdict(self.config), "parameters": self.parameters}

@@ -21,8 +21,9 @@ from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
+from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.console import format_bytes, format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 GLOSSARY = (
@@ -93,7 +94,7 @@ def _print(screen: Console, request: Request, step: StepTime, found: dict[str, A
     total, least, others = map(format_seconds, (step.total, peak, rest))
     screen.print(f"{total} = {least} at the peak {lost} + {others} of everything else.")
     screen.print(f"Range: {describe_range(step)}.\n")
-    screen.print(_results(request, step, found))
+    screen.print(_results(request, found))
     print_warnings(screen, found["warnings"])
 
 
@@ -111,26 +112,23 @@ def _breakdown(step: StepTime, width: int) -> Table:
     return new_table([title, "time", "share", "?<"], [*rows, None, total], narrow=width < NARROW)
 
 
-def _results(request: Request, step: StepTime, found: dict[str, Any]) -> Table:
-    plan, system = request.plan, request.system
-    peak = system.peak(plan.number)
-    memory, available = found["memory_bytes"], found["memory_room_bytes"]
+def _results(request: Request, found: dict[str, Any]) -> Table:
+    plan, room, memory = request.plan, found["memory_room_bytes"], found["memory_bytes"]
     need = sum(memory.values())
+    nearly = "nearly fits" if found["memory_low_bytes"] <= room else "does NOT fit"
+    surely = "fits" if found["memory_high_bytes"] <= room else "fits, but may not,"
+    values = {
+        "system": request.system,
+        "attainable": request.system.peak(plan.number),
+        "trained": describe_training(found["training"]) if "training" in found else (None, None),
+        "need": need,
+        "where": f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank",
+        "verdict": surely if need <= room else nearly,
+        "parts": ", ".join(f"{name} {format_bytes(count)}" for name, count in memory.items() if count),
+    }
     table = Table.grid(padding=(0, 2))
     for no_wrap in (True, True, False):
         table.add_column(no_wrap=no_wrap)
-    each = format_count(found["tokens_per_second_per_accelerator"])
-    table.add_row("tokens", f"{format_count(found['tokens_per_second'])}/s", f"{each}/s per accelerator")
-    if "training" in found:
-        table.add_row("training", *describe_training(found["training"]))
-    counted = "forward and twice that, all of attention's scores"
-    table.add_row("MFU", f"{step.mfu:.1%}", f"of {format_count(peak)}FLOP/s: {counted}")
-    table.add_row("HFU", f"{found['hfu']:.1%}", "with recomputation")
-    where = f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank"
-    least, most = found["memory_low_bytes"], found["memory_high_bytes"]
-    nearly = "nearly fits" if least <= available else "does NOT fit"
-    verdict = ("fits" if most <= available else "fits, but may not,") if need <= available else nearly
-    table.add_row("memory", format_bytes(need), f"{where}, {verdict} in {format_bytes(available)} of {system.name}:")
-    table.add_row("", "", f"range {format_bytes(least)} to {format_bytes(most)}")
-    table.add_row("", "", ", ".join(f"{name} {format_bytes(count)}" for name, count in memory.items() if count))
+    for line in fill_file("step_results", found | values):
+        table.add_row(*line.split("|"))
     return table
