@@ -182,7 +182,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_machine(path: Path) -> System:
     """Read a machine from a file. Raises UserError for a file that cannot be read, and for a figure that is none."""
-    found = _read(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
+    found = read_json(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
     kinds = {each.name: each.type for each in fields(System) if each.name != "constants"}
     # Files written before machines had the field do not have it.
     later = {name: getattr(System, name) for name in ("overlap", *LATER)}
@@ -214,7 +214,7 @@ def read_machine(path: Path) -> System:
 def load_constants(path: Path) -> Constants:
     """Read the constants of a file; those that it does not have keep their values of `CONSTANTS`. Raises UserError for
     a file that cannot be read, an unknown name, and a value below zero, or zero for a share."""
-    found = _read(path, "no file of constants")
+    found = read_json(path, "no file of constants")
     values = found.get("constants") if isinstance(found, dict) else None
     if not isinstance(values, dict) or not values:
         raise UserError(f'{path} is no file of constants: it needs {{"constants": {{"product": 0.9, ...}}}}')
@@ -223,7 +223,8 @@ def load_constants(path: Path) -> Constants:
     return replace(CONSTANTS, **{name: _figure(path, name, value) for name, value in values.items()})
 
 
-def _read(path: Path, otherwise: str, hint: str = "") -> Any:
+def read_json(path: Path, otherwise: str, hint: str = "") -> Any:
+    """Read a file of JSON. Raises UserError where it cannot be read, or is `otherwise`: "no machine"."""
     try:
         return strict_json(regular(path).read_text("utf-8-sig"))
     except OSError as error:

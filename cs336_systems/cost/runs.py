@@ -12,14 +12,21 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, check_fp8, nearest_system, system_preset
+from cs336_systems.cost.machines import (
+    DEFAULT_SYSTEM,
+    Constants,
+    System,
+    check_fp8,
+    nearest_system,
+    read_json,
+    system_preset,
+)
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
-from cs336_systems.host.text import regular, strict_json
 from cs336_systems.presets import ModelConfig, model_preset
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
@@ -113,18 +120,17 @@ class TrainingRun:
         """The run on the same machine by other constants."""
         return replace(self, system=self.stack.on(self.system, constants))
 
+    def seconds_by(self, constants: Constants) -> float:
+        """Predicted seconds of a step by other constants."""
+        return self.under(constants).step().total
+
     def step(self) -> StepTime:
         return step_time(self.config, self.plan, self.seq, self.system)
 
 
 def read_runs(path: Path) -> list[TrainingRun]:
     """Read a list of runs in JSON. Raises UserError, naming file and run, for what cannot be read or run."""
-    try:
-        rows = strict_json(regular(path).read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    rows = read_json(path, "no list of runs")
     rows = [rows] if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
         raise UserError(f"{path} must hold a list of runs, each an object with {', '.join(REQUIRED)}")
@@ -173,27 +179,19 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
     modern = not older or gated or kv != a or seq > 4096 or recompute == "none" or row.get("zero") == 3
     attention = row.get("attention", "sdpa" if modern else "naive")
     llama = gated or kv != a
-    own = {"top_k": "top_k", "expert_d_ff": "expert_ffn", "shared_d_ff": "shared_ffn", "dense_layers": "dense"}
-    sparse = {name: row.get(key) for name, key in own.items()} if "experts" in row else {}
+    of_experts = ("top_k", "expert_ffn", "shared_ffn", "dense") if "experts" not in row else ()
     return wider(
         model_preset("llama-8b" if llama else "gpt3-175b"),  # for positions, biases, norms and the head
-        vocab_size=row["V"],
-        context_length=seq,
-        d_model=h,
+        **{name: row.get(key) for key, name in KEYS["model"].items() if key not in of_experts},
         d_ff=ffn,
-        num_layers=row["L"],
-        num_heads=a,
         num_kv_heads=kv,
-        head_width=row.get("head"),
         feed_forward="swiglu" if gated else "gelu",
         dropout=0.0 if attention == "sdpa" else 0.1,
         attention=attention,
         recompute=recompute,
         kernels="triton",
-        num_experts=row.get("experts", 0),
         expert_every=1,
-        shared_expert=True if sparse.get("shared_d_ff") else None,
-        **sparse,
+        shared_expert=True if "experts" in row and row.get("shared_ffn") else None,
     )
 
 
@@ -210,11 +208,9 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
     def plan(micro: int) -> Plan:
         interleaves = filling and pp > 1 and batch // (dp * micro) % pp == 0
         asked = Plan(
-            tp=tp,
-            pp=pp,
+            **{name: row[name] for name in ("tp", "pp", "cp", "shard", "fp8") if name in row},
             dp=dp // ep,
             ep=ep,
-            cp=cp,
             chunks=row.get("vpp", max(1, chunks) if interleaves else 1),
             sequence=row.get("sp", splits) and tp > 1,
             zero=row.get("zero", 0 if system.name.startswith(OLDER) else 1),
@@ -222,8 +218,6 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
             global_batch=batch,
             overlap=system.overlap,
             stack=stack.name,
-            shard=row.get("shard", 0),
-            fp8=row.get("fp8", False),
         )
         return stack.shape(config, asked)[1]
 

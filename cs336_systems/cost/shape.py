@@ -11,8 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.cost.machines import read_json
 from cs336_systems.errors import UserError
-from cs336_systems.host.text import regular, strict_json
 from cs336_systems.presets import Mixture, ModelConfig
 
 MOST_CHOICES = 1024
@@ -140,11 +140,7 @@ REQUIRED = ("d_model", "num_layers", "num_heads", "vocab_size", "context_length"
 def read_shape(path: Path) -> ModelConfig:
     """The model of a Hugging Face `config.json`. Raises UserError for a file that cannot be read and a size that is
     missing or no whole number."""
-    try:
-        given = strict_json(regular(path).read_text("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} cannot be read as a config.json: {reason}") from None
+    given = read_json(path, "no config.json")
     if not isinstance(given, dict):
         raise UserError(f"{path} is no config.json, which is one JSON object")
     inner = given.get("text_config")  # where a model of pictures and text has its sizes

@@ -11,7 +11,8 @@ import pytest
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.fitting.calibration import fit
-from cs336_systems.cost.fitting.left_out import central, inside, left_out, observed, published
+from cs336_systems.cost.fitting.left_out import central, inside, left_out, published
+from cs336_systems.cost.fitting.observations import observe_step
 from cs336_systems.cost.machines import CONSTANTS
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes
@@ -49,7 +50,9 @@ def test_what_is_fitted_was_read_and_not_recalled(name):
 @pytest.mark.parametrize("name", [name for name, stack in STACKS.items() if stack.fitted])
 def test_the_constants_are_those_that_a_fit_finds(name):
     stack = STACKS[name]
-    result = fit([observed(run) for run in RUNS[name] if run.given["fitted"]], stack.own(), stack.fitted)
+    result = fit(
+        [each for run in RUNS[name] if run.given["fitted"] for each in observe_step(run)], stack.own(), stack.fitted
+    )
     for constant in stack.fitted:
         off = getattr(result.constants, constant) / getattr(stack.own(), constant) - 1
         assert abs(off) < max(0.01, result.deviation[constant]), (constant, off)
@@ -128,9 +131,9 @@ def test_constants_of_a_file_mean_the_same_to_step_and_validate(capsys, tmp_path
 
 def test_one_bad_row_changes_little():
     fitted = [run for run in RUNS["megatron"] if run.given["fitted"]][:20]
-    good = fit([observed(run) for run in fitted], which=("product", "inside")).constants
+    good = fit([each for run in fitted for each in observe_step(run)], which=("product", "inside")).constants
     spoilt = [replace(fitted[3], seconds=10 * fitted[3].seconds), *fitted[:3], *fitted[4:]]
-    bad = fit([observed(run) for run in spoilt], which=("product", "inside")).constants
+    bad = fit([each for run in spoilt for each in observe_step(run)], which=("product", "inside")).constants
     assert bad.product == pytest.approx(good.product, rel=0.01)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cs336_systems.cost.domain import FEATURES, features
 from cs336_systems.cost.fitting.calibration import fit
-from cs336_systems.cost.fitting.observations import Observation
+from cs336_systems.cost.fitting.observations import observe_step
 from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_runs
 from cs336_systems.cost.stacks import STACKS, Stack
 
@@ -29,12 +29,6 @@ def published() -> dict[str, list[TrainingRun]]:
     return dict(found)
 
 
-def observed(run: TrainingRun) -> Observation:
-    """The step of a measured run."""
-    assert run.seconds is not None
-    return Observation(run.id, "step", run.seconds, lambda constants: run.under(constants).step().total)
-
-
 def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, float]]:
     """(id, measured over predicted) of each run, from a fit without its group, which takes seconds a group; of stacks
     to which nothing is fitted, as they are."""
@@ -44,13 +38,13 @@ def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, f
         name = run.given["family"] if by_family else (run.config.d_model, run.config.num_layers)
         groups.setdefault(name, []).append(run)
     for group in groups.values():
-        others = [observed(run) for run in runs if run.given["fitted"] and run not in group]
+        others = [each for run in runs if run.given["fitted"] and run not in group for each in observe_step(run)]
         constants = stack.own()
         if stack.fitted and others:
             constants = fit(others, constants, stack.fitted).constants
         for run in group:
             if run.seconds:
-                yield run.id, run.seconds / run.under(constants).step().total
+                yield run.id, run.seconds / run.seconds_by(constants)
 
 
 def inside(ratios: Mapping[str, float], runs: Sequence[TrainingRun]) -> list[float]:

@@ -7,7 +7,6 @@ of gradients over replicas, and the optimizer.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import log
 from pathlib import Path
 from statistics import median
@@ -96,11 +95,7 @@ def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
 def observe_step(run: TrainingRun) -> Iterator[Observation]:
     """The step of a run, if it was measured."""
     if run.seconds:
-        yield _observation(run, "step", run.seconds, partial(_step, run))
-
-
-def _step(run: TrainingRun, constants: Constants) -> float:
-    return run.under(constants).step().total
+        yield _observation(run, "step", run.seconds, run.seconds_by)
 
 
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
