@@ -2,8 +2,8 @@
 
 `step` predicts this project's own runs from what was counted of them (`observed`); `step_time` and `plan_memory` runs
 on machines that few have, `search` the best of their plans. `notebook/` is the roofline notebook that the project
-comes from, `course/` the accounting questions of a course, `fitting/` where constants come from. Pure Python, except
-`observed`, the probes, which measure this machine, and `fitting.calibration`, which solves equations.
+comes from, `course/` the accounting questions of a course, `fitting/` where constants come from. All do without torch,
+except `observed` and the probes, which measure this machine.
 """
 
 from cs336_systems.cost.capacity import memory

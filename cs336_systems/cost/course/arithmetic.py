@@ -6,14 +6,13 @@ A function computes the numbers of the template of its name, each by a formula t
 # The letters are those of the formulas.
 # ruff: noqa: N803
 
-import struct
-from collections.abc import Callable
-from math import floor, log2
+from math import floor, isfinite, log2
 from typing import Any
+
+import numpy as np
 
 from cs336_systems.cost.course.answers import given, quantity, require
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.errors import UserError
 
 _H100, _H200, _B200 = system_preset("H100"), system_preset("H200"), system_preset("B200")
 _H100_FP32 = 67e12  # its data sheet; `machines.py` has tensor cores only
@@ -92,58 +91,32 @@ def leaderboard_step(
     return locals()
 
 
-def half(x: float) -> float:
-    """The nearest fp16 number, ties to even."""
-    return float(struct.unpack("<e", struct.pack("<e", x))[0])
-
-
-def single(x: float) -> float:
-    """The nearest fp32 number, ties to even."""
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
-
-
-def accumulate(addend: float, times: int, rounded: Callable[[float], float]) -> float:
-    """`times` additions to zero, each rounded. The exact sum of two fp16 or fp32 numbers is a double's, so one rounding
-    is what the hardware does."""
-    total = 0.0
-    for _ in range(times):
-        total = rounded(total + addend)
-    return total
+def accumulate(addend: float, times: int, kind: type[np.floating[Any]]) -> float:
+    """`times` additions to zero, addend and each sum rounded to a kind of number, as hardware does it."""
+    with np.errstate(over="ignore"):
+        return float(np.full(times, addend, kind).cumsum(dtype=kind)[-1])
 
 
 def accumulation(x: float = 0.01, n: int = 1000) -> dict[str, Any]:
     """The sum of n times x with fp32 and fp16 addends and accumulators. Raises UserError if fp16 cannot hold x or the
     total, or if n is too large to add up one by one."""
     message = f"accumulation: x = {given(x)} must be from 6e-8 to 65504, which fp16 can hold"
-    require(x < 65_520 and half(x) != 0, message)
+    require(x < 65_520 and np.float16(x) != 0, message)
     require(n <= 10**6, f"accumulation: n must be at most {10**6}, not {given(n)}")
-    try:
-        half_half = accumulate(half(x), n, half)
-    except OverflowError:
-        raise UserError(f"accumulation: {n} times {given(x)} pass 65504, the largest fp16 number") from None
-    exact, half_error = n * x, half(x) - x
+    half, half_half = float(np.float16(x)), accumulate(x, n, np.float16)
+    require(isfinite(half_half), f"accumulation: {n} times {given(x)} pass 65504, the largest fp16 number")
+    exact, half_error = n * x, half - x
     single_error = n * half_error
-    single_single, single_half = accumulate(single(x), n, single), accumulate(half(x), n, single)
+    single_single, single_half = accumulate(x, n, np.float32), accumulate(half, n, np.float32)
     spacing = 2.0 ** max(floor(log2(half_half)) - 10, -24)
     half_spacing = spacing / 2
-    stops_at = _stall(half(x))
-    passes = "" if stops_at is None else None
+    most = accumulate(x, 10_000, np.float16)  # by then a sum of 11 binary digits is 2^12 times the addend
+    stops_at, passes = (most, None) if isfinite(most) else (None, "")
     single_missed, half_missed = abs(single_half - exact), abs(half_half - exact)
     lesson = "as much" if half_missed == single_missed else "less, since roundings happen to cancel"
     if half_missed > single_missed:
         lesson = "it is the accumulator that must be precise"
     return locals()
-
-
-def _stall(addend: float) -> float | None:
-    """The fp16 total that no longer grows; None if it overflows first."""
-    total = 0.0
-    try:
-        while (after := half(total + addend)) != total:
-            total = after
-    except OverflowError:
-        return None
-    return total
 
 
 ARITHMETIC = (accumulation, norm_roofline, softmax_share, leaderboard_flash, leaderboard_step)
