@@ -189,25 +189,21 @@ def read_machine(path: Path) -> System:
     found = later | found if isinstance(found, dict) else found
     if not isinstance(found, dict) or set(found) != set(kinds):
         raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
-    for tier in ("inside", "between"):
-        if not isinstance(found[tier], dict) or set(found[tier]) != {"latency", "bandwidth"}:
-            raise UserError(f"{path}: {tier} needs latency and bandwidth, not {found[tier]!r}")
-        found[tier] = {name: _figure(path, name, value) for name, value in found[tier].items()}
     wanted = {"overlap": (f"one of {', '.join(get_args(Overlap))}", found["overlap"] in get_args(Overlap))}
     wanted["name"] = "text", isinstance(found["name"], str)
     for name in ("sources", "measured"):
         wanted[name] = "an object of names and values", isinstance(found[name], dict)
+    for tier in ("inside", "between"):
+        right = isinstance(found[tier], dict) and set(found[tier]) == {"latency", "bandwidth"}
+        wanted[tier] = "an object of latency and bandwidth", right
     for name, (what, right) in wanted.items():
         if not right:
             raise UserError(f"{path}: {name} must be {what}, not {found[name]!r}")
     if unknown := set(found["measured"]) - set(NAMES):
         raise UserError(f"{path} measured {', '.join(sorted(unknown))}, which the cost model does not know")
-    found["measured"] = {name: _figure(path, name, value) for name, value in found["measured"].items()}
-    for name in (name for name, kind in kinds.items() if kind in (int, float)):
-        figure = _figure(path, name, found[name])
-        if kinds[name] is int and figure != int(figure):
-            raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
-        found[name] = int(figure) if kinds[name] is int else figure
+    for name in ("inside", "between", "measured"):
+        found[name] = {key: _figure(path, key, value) for key, value in found[name].items()}
+    found |= {name: _figure(path, name, found[name], kind) for name, kind in kinds.items() if kind in (int, float)}
     return System(**found | _links(found))
 
 
@@ -233,8 +229,8 @@ def read_json(path: Path, otherwise: str, hint: str = "") -> Any:
         raise UserError(f"{path} is {otherwise}, which is JSON: {error}") from None
 
 
-def _figure(path: Path, name: str, value: Any) -> float:
+def _figure(path: Path, name: str, value: Any, kind: type = float) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-        raise UserError(f"{path}: {name} must be a number above zero, not {value!r}")
-    return float(value)
+    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or value != kind(value):
+        raise UserError(f"{path}: {name} must be a {'whole ' * (kind is int)}number above zero, not {value!r}")
+    return kind(value)

@@ -25,6 +25,9 @@ Overlap = Literal["none", "data", "all"]
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
 RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items()}
 
+# Options of the command line that have other names than the fields of `Plan`.
+OPTIONS = {"sequence": "sequence_parallel", "micro_batch": "micro_batch_size", "global_batch": "batch_size"}
+
 # Parts of a block that backward may run again, in Megatron-LM's words (`--recompute-modules`): attention between its
 # linear layers, both norms, the feed-forward, the experts with their router, and the experts' activation alone.
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.plan import RECOMPUTE_NAMES
+from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Degrees, Space
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import flag
 
 
 def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
@@ -75,4 +76,4 @@ def option(axis: str, value: Any) -> str:
         return "--sequence-parallel" if value else "--no-sequence-parallel"
     if axis == "recompute":
         return f"--recompute {RECOMPUTE_NAMES[value]}"
-    return f"--{'micro-batch-size' if axis == 'micro_batch' else axis} {value}"
+    return f"{flag(OPTIONS.get(axis, axis))} {value}"

@@ -5,6 +5,7 @@ the k-th layer on, of which a token is sent to more than two, and shared experts
 Hugging Face that says these.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -112,29 +113,7 @@ def projection_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return down, *ups, (heads * latent.value, d)
 
 
-# Names in a `config.json`, the first that is there: GPT-2's, Llama's and its successors', and those of experts.
-NAMES: dict[str, str] = {
-    "d_model": "hidden_size n_embd d_model",
-    "num_layers": "num_hidden_layers n_layer num_layers",
-    "num_heads": "num_attention_heads n_head num_heads",
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings n_positions max_seq_len",
-    "d_ff": "intermediate_size n_inner ffn_dim",
-    "num_kv_heads": "num_key_value_heads",
-    "head_width": "head_dim",
-    "num_experts": "num_local_experts num_experts n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_d_ff": "moe_intermediate_size",
-    "shared_d_ff": "shared_expert_intermediate_size",
-    "dense_layers": "first_k_dense_replace",
-    "expert_every": "decoder_sparse_step moe_layer_freq",
-}
-LATENT = {
-    "key_value": "kv_lora_rank", "plain": "qk_nope_head_dim", "rotary": "qk_rope_head_dim", "value": "v_head_dim",
-    "query": "q_lora_rank",
-}  # fmt: skip
-LEARNED = ("gpt2", "opt", "gpt_bigcode")  # model types with learned positions, LayerNorm, biases and GELU
-REQUIRED = ("d_model", "num_layers", "num_heads", "vocab_size", "context_length")
+NAMES = tomllib.loads((Path(__file__).parent / "data" / "config_json.toml").read_text(encoding="utf-8"))
 
 
 def read_shape(path: Path) -> ModelConfig:
@@ -145,13 +124,13 @@ def read_shape(path: Path) -> ModelConfig:
         raise UserError(f"{path} is no config.json, which is one JSON object")
     inner = given.get("text_config")  # where a model of pictures and text has its sizes
     given = inner if isinstance(inner, dict) else given
-    said = {name: _count(path, given, keys) for name, keys in NAMES.items()}
-    if missing := [name for name in REQUIRED if not said[name]]:
-        named = "; ".join(f"{name} ({NAMES[name].replace(' ', ' or ')})" for name in missing)
+    said = {name: _count(path, given, keys) for name, keys in NAMES["sizes"].items()}
+    if missing := [name for name in NAMES["required"] if not said[name]]:
+        named = "; ".join(f"{name} ({NAMES['sizes'][name].replace(' ', ' or ')})" for name in missing)
         raise UserError(f"{path} does not say {named}")
-    latent = {name: _count(path, given, key) for name, key in LATENT.items()}
-    old = str(given.get("model_type", "")) in LEARNED
-    sizes = {name: said.pop(name) for name in (*REQUIRED, "d_ff")}
+    latent = {name: _count(path, given, key) for name, key in NAMES["latent"].items()}
+    old = str(given.get("model_type", "")) in NAMES["learned"]
+    sizes = {name: said.pop(name) for name in (*NAMES["required"], "d_ff")}
     sizes["d_ff"] = sizes["d_ff"] or 4 * (sizes["d_model"] or 0)
     if latent["key_value"]:
         said["head_width"], said["num_kv_heads"] = None, None

@@ -79,7 +79,7 @@ def test_a_machine_is_kept_in_a_file(tmp_path):
         ({"bandwidth": 0}, "bandwidth must be a number above zero, not 0"),
         ({"memory": True}, "memory must be a number above zero, not True"),
         ({"wide_flops": "fast"}, "wide_flops must be a number above zero, not 'fast'"),
-        ({"inside": {"latency": 0}}, "inside needs latency and bandwidth"),
+        ({"inside": {"latency": 0}}, "inside must be an object of latency and bandwidth"),
         ({"between": {"latency": -1, "bandwidth": 1}}, "latency must be"),
         ({"measured": {"speed": 1.0}}, "measured speed, which the cost model does not know"),
         ({"overlap": "some"}, "overlap must be one of none, data, all, not 'some'"),

@@ -13,7 +13,7 @@ from cs336_systems.cost.domain import warnings
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import TimedPart, timed_part
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import RECOMPUTE_NAMES, Plan
+from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, recomputed, step_time
@@ -125,11 +125,9 @@ def as_options(settings: Any) -> list[str]:
 
 def plan_options(plan: Plan, system: System, precision: Any = "bf16") -> PlanOptions:
     """The options' values that make a plan on a machine."""
-    same = {each.name: getattr(plan, each.name) for each in fields(PlanOptions) if hasattr(plan, each.name)}
+    names = {OPTIONS.get(each.name, each.name): each.name for each in fields(Plan)}
+    same = {each.name: getattr(plan, names[each.name]) for each in fields(PlanOptions) if each.name in names}
     renamed = {
-        "sequence_parallel": plan.sequence,
-        "micro_batch_size": plan.micro_batch,
-        "batch_size": plan.global_batch,
         "overlap": None if plan.overlap == system.overlap else plan.overlap,
         "order": " ".join(plan.order),
         "stage_layers": ",".join(map(str, plan.layers)) if not STACKS[plan.stack].balanced else "",

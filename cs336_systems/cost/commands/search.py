@@ -29,7 +29,7 @@ from cs336_systems.cost.commands.settings import (
 from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.machines import check_fp8
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Overlap
+from cs336_systems.cost.plan import OPTIONS, ORDER, RECOMPUTE_NAMES, Overlap
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import LIMIT, Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, Space, placement
@@ -68,8 +68,7 @@ class SearchOptions:
     limit: int = setting(LIMIT, "Configurations; a larger space is cut, and the answer says by what.", type=COUNT)
 
     def fixed(self) -> dict[str, Any]:
-        held = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "chunks", "zero")}
-        held |= {"micro_batch": self.micro_batch_size, "sequence": self.sequence_parallel}
+        held = {axis: getattr(self, OPTIONS.get(axis, axis), None) for axis in AXES}
         return {axis: value for axis, value in held.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ import click
 
 from cs336_systems.cost import machines
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
-from cs336_systems.cost.plan import MODULES, ORDER, RECOMPUTE, Overlap, Plan
+from cs336_systems.cost.plan import MODULES, OPTIONS, ORDER, RECOMPUTE, Overlap, Plan
 from cs336_systems.cost.shape import MOST_CHOICES, read_shape, wider
 from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
 from cs336_systems.errors import UserError
@@ -20,6 +20,20 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 COUNT, FILE, POSITIVE = click.IntRange(1), click.Path(path_type=Path), click.FloatRange(0, min_open=True)
 PRECISION_HELP = "Of activations and products; fp8: of the linear layers of blocks, the rest in bf16."
 STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
+# What a plan takes as it is given.
+SAME = (
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "chunks",
+    "zero",
+    "sequence",
+    "micro_batch",
+    "shard",
+    "recompute_nth",
+)  # in a plan
 _RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
 
 
@@ -136,19 +150,15 @@ class PlanOptions:
             raise UserError("--sequence-parallel splits the stream over the tp ranks, of which there is one: set --tp")
         together = self.micro_batch_size * self.dp * self.ep
         return Plan(
-            **{name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "zero")},
-            sequence=self.sequence_parallel,
-            micro_batch=self.micro_batch_size,
+            **{name: getattr(self, OPTIONS.get(name, name)) for name in SAME},
             global_batch=self.batch_size or together * (4 * self.pp if self.pp > 1 else 1),
             overlap=self.overlap or (system.overlap if system else "data"),
             order=tuple(self.order.replace(",", " ").split()),
             width=4 if self.precision == "fp32" else 2,
             layers=parse_layers(self.stage_layers),
             stack=self.stack or usual_stack(self.zero, "triton"),
-            shard=self.shard,
             fp8=self.precision == "fp8",
             recompute_modules=tuple(self.recompute_modules.replace(",", " ").split()),
-            recompute_nth=self.recompute_nth,
         )
 
 
