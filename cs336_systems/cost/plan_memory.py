@@ -15,21 +15,13 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from cs336_systems.cost import step_time
 from cs336_systems.cost.machines import GIB, System
 from cs336_systems.cost.operators import operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.cost.step_time import (
-    GRADIENT,
-    group_weights,
-    recomputed,
-    sparse_layers,
-    sparse_rule,
-    stage_groups,
-    stage_weights,
-)
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import interleaved
@@ -55,7 +47,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     plan.check(config, seq)
     if not 0 <= stage < plan.pp:
         raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")
-    shared, owned, _ = stage_weights(config, plan, seq, stage)
+    shared, owned, _ = step_time.stage_weights(config, plan, seq, stage)
     # What a stage holds repeats after as many microbatches as there are stages: a few times that are as good as many.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
     shape = plan.pp, plan.chunks, plan.layers, plan.recompute_nth
@@ -88,14 +80,14 @@ def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
 
 def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
-    return _fullest(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)
+    return _fullest(config.num_layers, step_time.sparse_rule(config), plan.pp, plan.chunks, plan.layers)
 
 
 @lru_cache
 def _fullest(num_layers: int, rule: tuple[int, int], pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     found: dict[tuple[object, ...], int] = {}
     for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
-        kind = tuple((len(each), sparse_layers(each, rule)) for each in owned)
+        kind = tuple((len(each), step_time.sparse_layers(each, rule)) for each in owned)
         found.setdefault((kind, stage == 0, stage == pp - 1), stage)
     return tuple(found.values())
 
@@ -132,8 +124,7 @@ def unit(config: ModelConfig, alone: Plan, seq: int, group: Group) -> Unit:
         kept -= again
     elif group == "head" and alone.width < 4:
         gathered += operators[-1].kept / 4 * alone.width  # the loss keeps logits in 32 bits, products want fewer
-    shared, owned, _ = group_weights(rank, group)
-    return Unit(kept, again, largest + gathered, shared, owned)
+    return Unit(kept, again, largest + gathered, *step_time.group_weights(rank, group)[:2])
 
 
 @lru_cache(maxsize=16384)
@@ -157,19 +148,20 @@ def _working(
     every = min(config.recompute_every, longest) if config.recompute == "segments" else 1  # blocks recomputed together
     kept = []
     for chunk, owned in enumerate(stages[stage]):
-        sparse = sparse_layers(owned, sparse_rule(config))
+        sparse = step_time.sparse_layers(owned, step_time.sparse_rule(config))
         # A segment keeps the input of its first block alone.
         share = ceil(len(owned) / every) / max(1, len(owned))
         blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]
         found = sum(
             share * n * unit(plain if recompute == "none" else config, alone, seq, group).kept
             for group, count in blocks_of
-            for recompute, n in recomputed(config, plan, group, count)
+            for recompute, n in step_time.recomputed(config, plan, group, count)
         )
         kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == chunks - 1 else 0.0))
     live = live_passes(stage, pp, microbatches, chunks)
     activations = max(sum(n * each for n, each in zip(moment, kept, strict=True)) for moment in live)
-    blocks = [unit(config, alone, seq, group) for group, _ in stage_groups(config, plan, stage) if group in _BLOCKS]
+    groups = step_time.stage_groups(config, plan, stage)
+    blocks = [unit(config, alone, seq, group) for group, _ in groups if group in _BLOCKS]
     inside = max(every * each.again + (every - 1) * each.kept + each.inside for each in blocks) if blocks else 0.0
     # When backward comes to the blocks, what the head kept of this microbatch is gone.
     return activations, max(head.inside, inside - head.kept, 0.0)
@@ -186,7 +178,7 @@ def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
     passes = plan.microbatches * plan.chunks
     return {
         "weights": plan.width * (split if plan.zero == 3 else whole),
-        "gradients": GRADIENT * (split if plan.zero == 3 or (plan.zero == 2 and passes == 1) else whole),
+        "gradients": step_time.GRADIENT * (split if plan.zero == 3 or (plan.zero == 2 and passes == 1) else whole),
         "optimizer": (_MOMENTS + (_MASTER if plan.width < 4 else 0)) * (split if plan.zero else whole),
     }
 
@@ -197,9 +189,9 @@ def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
     if plan.zero < 2 or plan.shards[0] == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
         return 0.0
     rank, sizes = Rank(config, plan.alone(), seq), []
-    for group, times in stage_groups(config, plan, stage):
+    for group, times in step_time.stage_groups(config, plan, stage):
         each = unit(config, plan.alone(), seq, group)
         tied = vocabulary_rows(rank) * config.d_model if group == "head" and config.tied_head and plan.pp == 1 else 0
         sizes += [each.shared - tied + (each.owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
     sizes.sort(reverse=True)
-    return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + GRADIENT * sizes[0]
+    return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + step_time.GRADIENT * sizes[0]

@@ -5,21 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
+from cs336_systems.cost import step_time
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.commands.request import Request
 from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective, Kernel, Operator
-from cs336_systems.cost.step_time import (
-    bucket_size,
-    data_parallel_seconds,
-    gradient_bytes,
-    optimizer_bytes,
-    stage_groups,
-    stage_seconds,
-    stage_weights,
-)
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
@@ -34,8 +26,8 @@ class Derivation:
         self.request, self.step = request, request.step()
         self.plan, self.system = request.plan, request.system
         stage = request.config, request.plan, request.seq, self.step.stage
-        self.stage = stage_seconds(*stage, request.system)
-        self.parts = request.timed(stage_groups(request.config, request.plan, self.step.stage))
+        self.stage = step_time.stage_seconds(*stage, request.system)
+        self.parts = request.timed(step_time.stage_groups(request.config, request.plan, self.step.stage))
         self.peak = self.system.peak(self.plan.number)
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
 
@@ -77,8 +69,8 @@ def _totals(found: Derivation) -> dict[str, Any]:
     rerun = ", ".join(modules) if request.config.recompute == "attention" else "whole blocks"
     collectives = "" if found.axes else None
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
-    shard, memory_rate, adamw_bytes, zero = plan.shards[0], system.memory_rate, optimizer_bytes(plan), plan.zero > 0
-    adamw_moved = parts["optimizer"] * memory_rate
+    shard, memory_rate, zero = plan.shards[0], system.memory_rate, plan.zero > 0
+    adamw_bytes, adamw_moved = step_time.optimizer_bytes(plan), parts["optimizer"] * memory_rate
     expected = describe_range(step)
     return locals() | {
         "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
@@ -111,13 +103,13 @@ def _between(found: Derivation) -> dict[str, Any]:
     bubble_share, ideal = step.parts["bubble"] / work, others / (plan.microbatches * plan.chunks)
     sends = step.parts["data-parallel"] > 0
     replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
-    weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
-    width, alike = 8 * gradient_bytes(plan), plan.replicas // plan.shards[0]
+    weights = sum(step_time.stage_weights(config, plan, seq, step.stage)[:2])
+    width, alike = 8 * step_time.gradient_bytes(plan), plan.replicas // plan.shards[0]
     sharded = "" if sends and alike > 1 else None
-    gradients, verb = gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
+    gradients, verb = step_time.gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
-    alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
-    overlaps, bucket = plan.overlap != "none", bucket_size(plan.replicas)
+    alone = step_time.data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
+    overlaps, bucket = plan.overlap != "none", step_time.bucket_size(plan.replicas)
     return locals()
 
 

@@ -19,7 +19,7 @@ from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, recomputed, step_time
 from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import flag, format_count, format_seconds, options
+from cs336_systems.host.console import finite, flag, format_count, format_seconds, options
 from cs336_systems.presets import ModelConfig
 
 
@@ -143,17 +143,8 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-MOST_TOKENS = 1e18  # of a training, that anybody asks about
-
-
-def _tokens(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 1 <= value <= MOST_TOKENS:
-        raise UserError(f"--tokens must be a number from 1 to {MOST_TOKENS:.0e}, not {value}")
-    return value
-
-
 tokens_option = click.option(
-    "--tokens", type=float, callback=_tokens, help="Of a whole training, such as 1e12: how long that takes."
+    "--tokens", type=click.FloatRange(1, 1e18), callback=finite, help="Of a whole training, such as 1e12: its time."
 )
 
 
