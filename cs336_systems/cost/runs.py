@@ -127,6 +127,11 @@ class TrainingRun:
     def step(self) -> StepTime:
         return step_time(self.config, self.plan, self.seq, self.system)
 
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured seconds, less one; None where nobody measured."""
+        return self.step().total / self.seconds - 1 if self.seconds else None
+
 
 def read_runs(path: Path) -> list[TrainingRun]:
     """Read a list of runs in JSON. Raises UserError, naming file and run, for what cannot be read or run."""

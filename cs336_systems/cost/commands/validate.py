@@ -1,7 +1,6 @@
 """`validate`: predicted beside measured, run by run and in total, for published runs or a file of one's own."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,7 +14,6 @@ from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
 from cs336_systems.cost.runs import DEFAULTS, LEFT_OUT, PUBLISHED, REQUIRED, TrainingRun, read_runs
-from cs336_systems.cost.step_time import StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -40,47 +38,32 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     runs = read_runs(file or PUBLISHED)
     if constants:
         runs = [run.under(load_constants(constants)) for run in runs]
-    found = [Prediction(run, run.step()) for run in runs]
     remarks, screen = console.console(stderr=True), console.console()
     for run in runs:
         for note in notes(run):
             remarks.print(f"note: {run.id}: {note}")
     if as_json:
-        print_json([each.record() for each in found])
+        print_json([_record(run) for run in runs])
     elif file:
-        _print_runs(screen, found)
+        _print_runs(screen, runs)
     else:
-        _print_families(screen, found)
+        _print_families(screen, runs)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A run and its predicted step."""
+def _inside(run: TrainingRun) -> bool:
+    """True if the measured time lies in the predicted range."""
+    low, high = time_range(run.step())
+    return run.seconds is not None and low <= run.seconds <= high
 
-    run: TrainingRun
-    step: StepTime
 
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one; None for a run that was not measured."""
-        return self.step.total / self.run.seconds - 1 if self.run.seconds else None
-
-    @property
-    def inside(self) -> bool:
-        """True if the measured time lies in the predicted range."""
-        low, high = time_range(self.step)
-        return self.run.seconds is not None and low <= self.run.seconds <= high
-
-    def record(self) -> dict[str, Any]:
-        low, high = time_range(self.step)
-        need = sum(peak_bytes(self.run.config, self.run.plan, self.run.seq)[1].values()) / GIB
-        least, most = self.run.stack.bytes(need)
-        return {
-            "id": self.run.given["id"], "t_iter_s": self.run.seconds, "predicted_s": self.step.total, "low_s": low,
-            "high_s": high, "mem_gib": self.run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most,
-            "stack": self.run.plan.stack,
-            "warnings": warnings(self.run.config, self.run.plan, self.run.seq, self.run.system),
-        }  # fmt: skip
+def _record(run: TrainingRun) -> dict[str, Any]:
+    step, need = run.step(), sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
+    (low, high), (least, most) = time_range(step), run.stack.bytes(need)
+    return {
+        "id": run.given["id"], "t_iter_s": run.seconds, "predicted_s": step.total, "low_s": low, "high_s": high,
+        "mem_gib": run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most, "stack": run.plan.stack,
+        "warnings": warnings(run.config, run.plan, run.seq, run.system),
+    }  # fmt: skip
 
 
 def notes(run: TrainingRun) -> list[str]:
@@ -94,22 +77,22 @@ def notes(run: TrainingRun) -> list[str]:
     return found
 
 
-def _print_runs(screen: Console, found: list[Prediction]) -> None:
+def _print_runs(screen: Console, runs: list[TrainingRun]) -> None:
     rows = []
-    for each in found:
-        run, step, off = each.run, each.step, each.error
+    for run in runs:
+        step, off = run.step(), run.error
         measured, (low, high) = "-" if run.seconds is None else f"{run.seconds:.4g}", time_range(step)
         names = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.stack, run.plan.short(), measured]
         names += [f"{step.total:.4g}", f"{low:.4g} to {high:.4g}", "-" if off is None else f"{off:+.1%}"]
         rows.append([*names, f"{step.mfu:.1%}"])
     columns = ["~run", "<machines", "<stack", "<plan", "measured s", "predicted s", "range", "error", "MFU"]
     screen.print(new_table(columns, rows))
-    screen.print(_total("all runs", found))
+    screen.print(_total("all runs", runs))
 
 
-def _total(name: str, found: list[Prediction]) -> str:
-    errors = [each.error for each in found if each.error is not None]
-    inside = [each.inside for each in found if each.error is not None]
+def _total(name: str, runs: list[TrainingRun]) -> str:
+    errors = [run.error for run in runs if run.error is not None]
+    inside = [_inside(run) for run in runs if run.error is not None]
     if not errors:
         return f"{name}: nothing was measured, so nothing is compared"
     return (
@@ -118,25 +101,25 @@ def _total(name: str, found: list[Prediction]) -> str:
     )
 
 
-def _print_families(screen: Console, found: list[Prediction]) -> None:
+def _print_families(screen: Console, runs: list[TrainingRun]) -> None:
     """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
     ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
-    families: dict[tuple[str, ...], list[Prediction]] = {}
-    for each in found:
-        key = each.run.given["family"], each.run.plan.stack, each.run.system.name
-        families.setdefault(("yes" if each.run.given["fitted"] else "no", *key), []).append(each)
+    families: dict[tuple[str, ...], list[TrainingRun]] = {}
+    for run in runs:
+        key = run.given["family"], run.plan.stack, run.system.name
+        families.setdefault(("yes" if run.given["fitted"] else "no", *key), []).append(run)
     lines: list[list[str] | None] = []
     for wanted in ("yes", "no"):
         for (fitted, *names), some in families.items():
             if fitted == wanted:
-                off = [each.error or 0.0 for each in some]
-                out = [1 / ratios[each.run.id] - 1 for each in some]
+                off = [run.error or 0.0 for run in some]
+                out = [1 / ratios[run.id] - 1 for run in some]
                 shown = [f"{mean(map(abs, off)):.1%}", f"{mean(off):+.1%}", f"{max(off, key=abs):+.1%}"]
-                shown += [f"{mean(each.inside for each in some):.0%}", f"{mean(map(abs, out)):.1%}"]
+                shown += [f"{mean(map(_inside, some)):.0%}", f"{mean(map(abs, out)):.1%}"]
                 lines.append([*names, str(len(some)), fitted, *shown, f"{max(out, key=abs):+.1%}"])
         lines.append(None)
     errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
     columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]
     screen.print(new_table(columns, lines))
     for name, fitted in (("fitted", True), ("not fitted", False)):
-        screen.print(_total(name, [each for each in found if each.run.given["fitted"] == fitted]))
+        screen.print(_total(name, [run for run in runs if run.given["fitted"] == fitted]))
