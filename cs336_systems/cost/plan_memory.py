@@ -80,14 +80,15 @@ def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
 
 def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
-    return _fullest(config.num_layers, step_time.sparse_rule(config), plan.pp, plan.chunks, plan.layers)
+    return _fullest(config, plan.pp, plan.chunks, plan.layers)
 
 
-@lru_cache
-def _fullest(num_layers: int, rule: tuple[int, int], pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _fullest(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     found: dict[tuple[object, ...], int] = {}
-    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
-        kind = tuple((len(each), step_time.sparse_layers(each, rule)) for each in owned)
+    plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)
+    for stage, owned in enumerate(plan.stage_chunks(config.num_layers)):
+        kind = tuple((len(each), sum(map(config.has_experts, each))) for each in owned)
         found.setdefault((kind, stage == 0, stage == pp - 1), stage)
     return tuple(found.values())
 
@@ -148,7 +149,7 @@ def _working(
     every = min(config.recompute_every, longest) if config.recompute == "segments" else 1  # blocks recomputed together
     kept = []
     for chunk, owned in enumerate(stages[stage]):
-        sparse = step_time.sparse_layers(owned, step_time.sparse_rule(config))
+        sparse = sum(map(config.has_experts, owned))
         # A segment keeps the input of its first block alone.
         share = ceil(len(owned) / every) / max(1, len(owned))
         blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]

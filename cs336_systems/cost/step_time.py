@@ -95,24 +95,13 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
 
 def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
     """Groups of operators of a stage, and how many of each: blocks, and at the ends embedding and head."""
-    return _groups(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)[stage]
+    return _groups(config, plan.pp, plan.chunks, plan.layers)[stage]
 
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
     """The first of all stages with the same groups, and how many such stages there are."""
-    stages = _groups(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)
+    stages = _groups(config, plan.pp, plan.chunks, plan.layers)
     return {stages.index(groups): count for groups, count in Counter(stages).items()}
-
-
-def sparse_rule(config: ModelConfig) -> tuple[int, int]:
-    """(k, dense): every k-th layer has experts, but for the first `dense`; k = 0: none has."""
-    return (config.expert_every, getattr(config, "dense_layers", 0)) if config.num_experts else (0, 0)
-
-
-def sparse_layers(layers: range, rule: tuple[int, int]) -> int:
-    """The number of some layers that have experts: the k-th, the 2k-th and so on of the model, but for the first."""
-    every, dense = rule
-    return max(layers.stop, dense) // every - max(layers.start, dense) // every if every else 0
 
 
 def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> list[tuple[Recompute, int]]:
@@ -123,13 +112,14 @@ def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> lis
     return [(name, count) for name, count in ((config.recompute, again), ("none", times - again)) if count]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _groups(
-    num_layers: int, rule: tuple[int, int], pp: int, chunks: int, layers: tuple[int, ...]
+    config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]
 ) -> tuple[tuple[tuple[Group, int], ...], ...]:
     found = []
-    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
-        sparse = sum(sparse_layers(layers, rule) for layers in owned)
+    plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)
+    for stage, owned in enumerate(plan.stage_chunks(config.num_layers)):
+        sparse = sum(config.has_experts(layer) for held in owned for layer in held)
         parts: list[tuple[Group, int]] = [("dense", sum(map(len, owned)) - sparse), ("sparse", sparse)]
         parts += [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
         found.append(tuple((group, times) for group, times in parts if times))

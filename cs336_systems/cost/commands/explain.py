@@ -1,20 +1,18 @@
 """`explain`: derivations of a step, and of the answers to the course's accounting questions."""
 
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import click
 from rich.markdown import Markdown
-from rich.padding import Padding
 from rich.table import Table
 
 from cs336_systems.cost.commands.explain_step import explain_step
-from cs336_systems.cost.commands.output import new_table, print_warnings
+from cs336_systems.cost.commands.output import new_table, print_page, print_warnings
 from cs336_systems.cost.commands.request import request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
-from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, options
@@ -64,17 +62,10 @@ def command(context: click.Context) -> None:
 @request_options
 def step_command(**given: Any) -> None:
     """The time of a step: from the model's FLOPs to each of its seconds."""
-    request, screen, number = take_request(given), console.console(), count(1)
+    request, screen = take_request(given), console.console()
     numbers, tables = explain_step(request)
-    # A table is never cut: on a narrow screen the terminal wraps its lines.
-    wide = console.LiteralConsole(width=max(screen.width, console.PLAIN_WIDTH), file=screen.file)
     screen.print(request.lines())
-    for line in filter(None, fill_file("explain_step", numbers)):
-        if line.startswith("# "):
-            screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
-        else:
-            table = tables.get(line[1:-1])
-            (wide if table else screen).print(Padding(table or line, (0, 0, 0, 3), expand=False))
+    print_page(screen, "explain_step", numbers, tables, indent=3)
     print_warnings(screen, request.warnings())
 
 

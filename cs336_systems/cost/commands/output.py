@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import click
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -45,12 +47,18 @@ def new_table(
     return table
 
 
-def print_page(screen: Console, name: str, values: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Print `templates/NAME.txt`: a line `[best]` is the part of that name, a table or a text that may be empty; a line
-    that begins with `> ` is left to the terminal to wrap, as a text is."""
+def print_page(
+    screen: Console, name: str, values: Mapping[str, Any], parts: Mapping[str, Any], indent: int = 0
+) -> None:
+    """Print `templates/NAME.txt`: a line `[best]` is the part of that name, a table or a text that may be empty, and
+    `# ` a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `."""
+    number = count(1)
     for line in fill_file(name, values):
         part = parts[line[1:-1]] if line.startswith("[") else line.removeprefix("> ")
-        if part or not line:
+        if line.startswith("# "):
+            screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
+        elif part or not line:
+            part = Padding(part, (0, 0, 0, indent), expand=False) if indent else part
             screen.print(part, soft_wrap=isinstance(part, str) and line.startswith((">", "[")))
 
 

@@ -17,7 +17,7 @@ from cs336_systems.cost.fitting.logged_runs import LogOptions, logged_run
 from cs336_systems.cost.logs import LoggedRun, json_lines, read_log, read_train_log
 from cs336_systems.cost.machines import Constants, System
 from cs336_systems.cost.operator_time import group_seconds
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import OPTIONS, Plan
 from cs336_systems.cost.runs import TrainingRun, read_runs
 from cs336_systems.cost.step_time import optimizer_seconds, replica_groups, stage_kinds, stage_seconds, stage_weights
 from cs336_systems.errors import UserError
@@ -202,10 +202,7 @@ def _laid_out(
         raise UserError(f"{name}: this file does not say what its machine can do: give --system")
     plan = Plan(
         **{axis: row.get(axis, 1) for axis in ("tp", "pp", "dp", "ep")},
-        chunks=row["chunks"],
-        sequence=row["sequence_parallel"],
-        zero=row["zero"],
-        micro_batch=row["micro_batch_size"],
+        **{name: row[OPTIONS.get(name, name)] for name in ("chunks", "sequence", "zero", "micro_batch")},
         global_batch=row["global_batch_size"],
         width=_WIDTHS[row["precision"]],
     )
