@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.commands.notebook_page import asked_notebook, notebook_records, print_notebook
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_warnings
+from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
 from cs336_systems.cost.operator_time import TimedPart, Timing
@@ -21,7 +21,6 @@ from cs336_systems.host.console import format_bytes, format_count
 
 WIDE = 120  # columns that all of it needs; a narrower screen leaves those out that are marked with `?`
 COLUMNS = (*("operator", "FLOPs", "?MiB", "?FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "?weights", "?<sends"),)
-HIDDEN = "MiB, FLOP/B, weights, sends, FLOPs back and host ms"
 MI = 1024**2
 VERBS = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 
@@ -83,27 +82,21 @@ def model_totals(request: Request, parts: Sequence[TimedPart]) -> dict[str, floa
 
 def _print(screen: Console, request: Request, parts: Sequence[TimedPart]) -> None:
     plan, narrow = request.plan, screen.width < WIDE
-    screen.print(request.lines())
-    moved = "FLOPs" if narrow else "FLOPs, MiB"
-    screen.print(
-        f"One rank, one microbatch: forward's {moved} and ms, what binds it; ms of backward; MiB kept for it.\n"
-    )
-    screen.print(_operator_table(request, parts, narrow))
-    if narrow:
-        screen.print(f"On {WIDE} columns, or in a pipe, there are also {HIDDEN}.")
-    elif plan.tp * plan.cp * plan.ep > 1:
-        operators = [each.operator for part in parts for each in part.operators]
-        used = {each.verb for one in operators for each in one.sent + one.returned}
-        verbs = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
-        screen.print(f"sends: axis, MiB of the whole tensor, forward / backward; {verbs}")
-    screen.print()
-    screen.print(_totals_table(request, parts, narrow))
+    operators = [each.operator for part in parts for each in part.operators]
+    used = {each.verb for one in operators for each in one.sent + one.returned}
+    verbs = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
     whole = least_forward_flops(request.config, plan.micro_batch, request.seq)
-    screen.print(
-        "keeps: for backward, without recomputation. host: time that the device waits for kernel launches.\n"
-        f"All tp x cp = {plan.tp * plan.cp} ranks of a microbatch: {format_count(whole)}FLOP forward, "
-        f"{format_count(whole / (plan.micro_batch * request.seq))}FLOP per token. `step` adds up a stage's part of it."
-    )
+    values = {
+        "moved": "FLOPs" if narrow else "FLOPs, MiB",
+        "wide": WIDE if narrow else None,
+        "verbs": verbs if not narrow and plan.tp * plan.cp * plan.ep > 1 else None,
+        "ranks": plan.tp * plan.cp,
+        "whole": whole,
+        "per_token": whole / (plan.micro_batch * request.seq),
+    }
+    screen.print(request.lines())
+    tables = {"operators": _operator_table(request, parts, narrow), "totals": _totals_table(request, parts, narrow)}
+    print_page(screen, "table", values, tables)
     print_warnings(screen, request.warnings())
 
 
