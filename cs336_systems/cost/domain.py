@@ -5,7 +5,6 @@ The constants of `machines.py` and of `data/stacks.toml` are fitted to published
 formulas are used, with an unknown error.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from cs336_systems.cost.machines import System
@@ -24,13 +23,8 @@ MACHINES = ("A100-40GB", "A100-80GB", "H100", "V100-32GB-DGX2")
 SEQUENCES, WIDTHS = (512, 65536), (768, 25600)  # tokens; d_model
 NARROWEST = 256  # d_model / tp, which never left a node
 FEATURES = (
-    "ZeRO stage 1",
-    "ZeRO stage 2",
-    "ZeRO stage 3",
-    "a gated feed-forward",
-    "context parallelism",
-    "fused attention",
-    "grouped-query attention",
+    *("ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3", "a gated feed-forward", "context parallelism"),
+    *("fused attention", "grouped-query attention"),
 )
 WAITING = 0.1  # of a step for the host, from which the computer that launches kernels matters
 WIDER = 1.1  # outside, a range begins and ends this much further away: judged
@@ -100,7 +94,7 @@ def outside(step: StepTime) -> list[str]:
     return _sentences(step, {"stage": None})
 
 
-def _sentences(step: StepTime, memory: Mapping[str, Any]) -> list[str]:
+def _sentences(step: StepTime, memory: dict[str, Any]) -> list[str]:
     """Lines of `templates/warnings.txt`, whose first number is None where the step is not outside in that way."""
     config, plan, seq, system = step.config, step.plan, step.seq, step.system
     waits, d, experts = step.parts["host"] / step.total, config.d_model, config.num_experts

@@ -121,5 +121,5 @@ def _print_families(screen: Console, runs: list[TrainingRun]) -> None:
     errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
     columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]
     screen.print(new_table(columns, lines))
-    for name, fitted in (("fitted", True), ("not fitted", False)):
-        screen.print(_total(name, [run for run in runs if run.given["fitted"] == fitted]))
+    for name, used in (("fitted", True), ("not fitted", False)):
+        screen.print(_total(name, [run for run in runs if run.given["fitted"] == used]))
