@@ -123,9 +123,13 @@ def check_context(config: ModelConfig, ranks: int, kind: ContextType, tp: int = 
         raise UserError(f"{heads}: use --cp-type ring or gather, or degrees whose product divides {config.num_heads}")
 
 
-def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:
-    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks."""
-    sizes = [("heads", config.num_heads), ("key/value heads", config.kv_heads), ("of d_ff", config.d_ff)]
+def check_divides(
+    config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None, fewer: bool = False
+) -> None:
+    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks. Of
+    key/value heads there may be `fewer`, each of which several ranks hold."""
+    sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
+    sizes += [] if fewer else [("key/value heads", config.kv_heads)]
     for name, size in sizes + ([("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []):
         if size % ranks:
             raise UserError(f"{size} {name} do not divide over tp {ranks}: choose a tp that divides {size}")

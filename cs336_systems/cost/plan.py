@@ -11,7 +11,7 @@ from math import gcd, prod
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
-from cs336_systems.layout import check_experts, check_spread
+from cs336_systems.layout import check_divides, check_experts, check_spread
 from cs336_systems.presets import ModelConfig
 
 # Megatron's order of ranks: neighbours in tp are neighbours in the node.
@@ -146,13 +146,7 @@ class Plan:
         absent = {"mlp": not dense, "moe": not sparse, "moe_act": not sparse}
         if idle := [name for name in self.recompute_modules if absent.get(name)]:
             raise UserError(f"no block of this model has {', '.join(idle)} to recompute: leave it out")
-        sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
-        # Fewer key/value heads than ranks are held by several ranks each.
-        sizes += [("key/value heads", config.kv_heads)] if self.tp % config.kv_heads else []
-        sizes += [("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []
-        for name, size in sizes:
-            if size % self.tp:
-                raise UserError(f"{size} {name} do not divide over tp {self.tp}: choose a tp that divides {size}")
+        check_divides(config, self.tp, fewer=self.tp % config.kv_heads == 0)
         parts = self.cp * (self.tp if self.sequence else 1)
         if seq % parts:
             over = f"cp {self.cp}" + (f" x tp {self.tp}, as sequence parallelism needs" if self.sequence else "")

@@ -213,11 +213,10 @@ class _Trial:
         config, seq = self.models[choice.recompute], space.seq
         try:
             plans = [space.plan(degrees, choice, order) for order in orders]
-            plans[0].check(config, seq)
+            memory = sum(peak_bytes(config, plans[0], seq)[1].values())
         except UserError as error:
             self.found.indivisible[str(error).split(":")[0]] += len(orders)
             return
-        memory = sum(peak_bytes(config, plans[0], seq)[1].values())
         lacks, places = memory - self.usable, [placement(plan, space.node) for plan in plans]
         if lacks > 0:
             self.found.too_large += len(plans)
