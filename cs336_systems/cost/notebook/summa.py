@@ -80,18 +80,14 @@ def product_cost(grid: Grid, m: int, k: int, n: int, gathers: bool = True) -> Co
             where = f"on a {grid.kind} grid of {grid.side}"
             raise UserError(f"{name} = {size} must be a positive multiple of {cut} {where}")
     a, b, c, q, depth = m * k, k * n, m * n, grid.side, grid.depth
-    if grid.kind == "1d":
-        whole = a if gathers else c
-        received, held, buffers = (q - 1) * whole, (a + b + c) // q, whole - whole // q
-    elif grid.kind == "3d":
-        received, held = (q - 1) * (a + b + c), (a + b + c) // q**3
-        buffers = (a + b + c) // q**2 - held
-    elif grid.kind == "tesseract":
-        received, held = (q - 1) * (a + depth * b), (a // depth + b + c // depth) // q**2
-        buffers = (a // depth + b) // q**2
-    else:
-        copies = (depth - 1) * (a + b + c)  # A and B to the other layers, and their sums back
-        received, held, buffers = (q - 1) * (a + b) + copies, (a + b + c) // q**2, (a + b) // q**2
+    every, sent = a + b + c, a if gathers else c
+    # A 2.5d grid sends A and B to its other layers, and their sums back; a 2d grid has one.
+    square = (q - 1) * (a + b) + (depth - 1) * every, every // q**2, (a + b) // q**2
+    received, held, buffers = {
+        "1d": ((q - 1) * sent, every // q, sent - sent // q),
+        "tesseract": ((q - 1) * (a + depth * b), (a // depth + b + c // depth) // q**2, (a // depth + b) // q**2),
+        "3d": ((q - 1) * every, every // q**3, every // q**2 - every // q**3),
+    }.get(grid.kind, square)
     return Cost(grid.ranks, 2 * m * k * n // grid.ranks, received, held, buffers)
 
 
