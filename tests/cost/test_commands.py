@@ -260,3 +260,13 @@ def test_help_lists_every_command_without_torch():
     assert found.returncode == 0, found.stderr
     names = re.findall(r"^  ([a-z]+)  ", found.stdout, re.MULTILINE)
     assert Counter(cli.COMMANDS) - Counter(names) == Counter()
+
+
+def test_a_model_of_any_name(tmp_path, run, monkeypatch):
+    """The page of a search has a part that is called so."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "n_positions": 32}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[best].json").write_text(json.dumps(sizes))
+    status, out, _ = run("search", "--size", "[best].json", "--gpus", "1", "--batch-size", "1")
+    assert status == 0
+    assert out.startswith("[best].json: 144 k parameters, on 1 x A100-80GB")

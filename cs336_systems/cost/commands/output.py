@@ -54,12 +54,13 @@ def print_page(
     `# ` a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `."""
     number = count(1)
     for line in fill_file(name, values):
-        part = parts[line[1:-1]] if line.startswith("[") else line.removeprefix("> ")
+        named = line.startswith("[") and line[1:-1] in parts  # a model's file may have such a name, too
+        part = parts[line[1:-1]] if named else line.removeprefix("> ")
         if line.startswith("# "):
             screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
         elif part or not line:
             part = Padding(part, (0, 0, 0, indent), expand=False) if indent else part
-            screen.print(part, soft_wrap=isinstance(part, str) and line.startswith((">", "[")))
+            screen.print(part, soft_wrap=isinstance(part, str) and (named or line.startswith("> ")))
 
 
 def print_warnings(screen: Console, warnings: Iterable[str]) -> None:

@@ -130,5 +130,5 @@ def _results(request: Request, found: dict[str, Any]) -> Table:
     for no_wrap in (True, True, False):
         table.add_column(no_wrap=no_wrap)
     for line in fill_file("step_results", found | values):
-        table.add_row(*line.split("|"))
+        table.add_row(*line.split("|", 2))
     return table
