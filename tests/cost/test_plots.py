@@ -112,7 +112,7 @@ def test_a_model_that_fits_nowhere_gets_one_line():
 
 def test_what_an_axis_sends_grows_as_n_minus_one_over_n_of_the_same_bytes():
     config = model_preset("llama-8b").override(attention="flash")
-    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, [2, 8], 16) for axis in degrees.AXES}
+    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, degrees.plans(axis, [2, 8], 16)) for axis in degrees.AXES}
     for axis, ratio in (("tp", 7 / 4), ("cp", 7 / 4), ("dp", 7 / 4), ("ep", 7 / 16)):  # of ep each has 1/n of the rows
         two, eight = lines[axis]
         assert eight.communication / two.communication == pytest.approx(ratio, rel=1e-6), axis
@@ -130,13 +130,11 @@ def test_what_an_axis_sends_grows_as_n_minus_one_over_n_of_the_same_bytes():
 
 def test_degrees_that_do_not_divide_are_left_out():
     config = model_preset("llama-8b")
-    found = {
-        axis: [s.degree for s in degrees.shares(config, 8192, A100, axis, [2, 24, 32, 64, 256], 32)]
-        for axis in degrees.AXES
-    }
+    plans = {axis: degrees.plans(axis, [2, 24, 32, 64, 256], 32) for axis in degrees.AXES}
+    found = {axis: [s.degree for s in degrees.shares(config, 8192, A100, axis, plans[axis])] for axis in plans}
     assert found == {"tp": [2, 32], "cp": [2, 32, 64, 256], "dp": [2, 32], "ep": [2, 32]}
-    assert degrees.plan_at("dp", 8, 32) == Plan(dp=8, zero=3, micro_batch=4, global_batch=32, overlap="none")
-    assert degrees.plan_at("tp", 8, 32) == Plan(tp=8, sequence=True, overlap="none")
+    assert degrees.plans("dp", [8], 32) == [Plan(dp=8, zero=3, micro_batch=4, global_batch=32, overlap="none")]
+    assert degrees.plans("tp", [8], 32) == [Plan(tp=8, sequence=True, overlap="none")]
     moe = model_preset("fairseq-moe-15b")
     assert degrees.with_experts(moe) is moe
     assert degrees.with_experts(config).expert_layers == 16

@@ -146,9 +146,7 @@ class SearchRequest:
 def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
     nearest = found.nearest
     return {
-        "tried": found.tried,
-        "running": found.running,
-        "too_large": found.too_large,
+        **{name: getattr(found, name) for name in ("tried", "running", "too_large")},
         "indivisible": dict(found.indivisible.most_common()),
         "left_out": found.left_out,
         "nearest_miss": nearest

@@ -47,27 +47,23 @@ def with_experts(config: ModelConfig) -> ModelConfig:
     return config if config.num_experts else replace(config, num_experts=EXPERTS, expert_every=2)
 
 
-def plan_at(axis: Axis, degree: int, batch: int, stack: StackName = "megatron") -> Plan | None:
-    """A plan of one axis alone, its rows in one microbatch; None for a batch that does not divide."""
-    splits = axis in ("dp", "ep")
-    if splits and batch % degree:
-        return None
-    rows, together = (batch // degree, batch) if splits else (1, 1)
-    plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none", stack=stack)
-    return plan.override(**{axis: degree, "zero": 3 if axis == "dp" else 0, "global_batch": together})
+def plans(axis: Axis, degrees: Sequence[int], batch: int, stack: StackName = "megatron") -> list[Plan]:
+    """Plans of one axis alone, the rows of each in one microbatch, of the degrees that divide the batch."""
+    splits, found = axis in ("dp", "ep"), []
+    for degree in (each for each in degrees if not splits or batch % each == 0):
+        rows, together = (batch // degree, batch) if splits else (1, 1)
+        plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none", stack=stack)
+        found.append(plan.override(**{axis: degree, "zero": 3 if axis == "dp" else 0, "global_batch": together}))
+    return found
 
 
-def shares(
-    config: ModelConfig, seq: int, system: System, axis: Axis, degrees: Sequence[int], batch: int,
-    stack: StackName = "megatron",
-) -> list[Share]:  # fmt: skip
-    """One Share for each degree that divides the model, the sequence or the batch."""
+def shares(config: ModelConfig, seq: int, system: System, axis: Axis, tried: Sequence[Plan]) -> list[Share]:
+    """One Share for each of some plans of an axis that divides the model and the sequence."""
     config, found = with_experts(config) if axis == "ep" else config, []
-    for degree in degrees:
-        plan = plan_at(axis, degree, batch, stack)
-        if plan and not refused(lambda: plan.check(config, seq)):  # noqa: B023
+    for plan in tried:
+        if not refused(lambda: plan.check(config, seq)):  # noqa: B023
             parts = step_time(config, plan, seq, system).parts
-            found.append(Share(degree, parts[AXES[axis][0]], sum(parts[name] for name in COMPUTING)))
+            found.append(Share(getattr(plan, axis), parts[AXES[axis][0]], sum(parts[name] for name in COMPUTING)))
     return found
 
 
@@ -85,7 +81,8 @@ def draw(
     panels, sparse = figure.subplots(2, 2, sharey=True, sharex=True).ravel(), with_experts(config)
     words = {"batch": f"{batch} sequences", "experts": f"{sparse.num_experts} experts in {sparse.expert_layers} layers"}
     for axes, (axis, (_, title)) in zip(panels, AXES.items(), strict=True):
-        lines = {each.name: shares(config, seq, each, axis, degrees, batch, stack) for each in systems}
+        tried = plans(axis, degrees, batch, stack)
+        lines = {each.name: shares(config, seq, each, axis, tried) for each in systems}
         if not any(lines.values()):
             raise UserError(f"no power of two up to {most} divides what {axis} splits: choose another --batch-size")
         _panel(axes, lines)
