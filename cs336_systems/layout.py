@@ -128,9 +128,8 @@ def check_divides(
 ) -> None:
     """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks. Of
     key/value heads there may be `fewer`, each of which several ranks hold."""
-    sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
-    sizes += [] if fewer else [("key/value heads", config.kv_heads)]
-    for name, size in sizes + ([("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []):
+    sizes = {"heads": config.num_heads, "of d_ff": config.d_ff, "key/value heads": 0 if fewer else config.kv_heads}
+    for name, size in (sizes | ({"of the experts' d_ff": config.expert_d_ff} if config.num_experts else {})).items():
         if size % ranks:
             raise UserError(f"{size} {name} do not divide over tp {ranks}: choose a tp that divides {size}")
     if sequence and (seq or config.context_length) % ranks:
