@@ -43,9 +43,10 @@ $(VENV)/.other-triton: $(VENV)/.installed
 		$(RUN) -m pip install --quiet --quiet --no-deps --upgrade --target $(VENV)/triton-3.6.0 triton==3.6.0
 	@touch $@
 
-# Three workers for two cores, since ranks also wait for each other.
+# More workers than cores, since ranks also wait for each other; each needs a gigabyte of memory.
+WORKERS ?= 5
 # Workers and the commands that tests start read compiled files, even where the environment says not to write any.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --maxfail 25
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
 
 test: $(VENV)/.dev ## run the tests (no GPU needed; six to ten minutes on two cores)
 	$(PYTEST) -m "not slow"
