@@ -118,9 +118,9 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
 @click.command()
 @console.options(AllSettings)
 def main(**options: Any) -> None:
-    """Measure everything that the write-up needs on this machine, saying how long first, and recording as it goes.
+    """Measure everything that the write-up needs on this machine; first print how long that takes.
 
-    What has been measured at this commit is not measured again. On a GPU: check the kernels, then measure.
+    Skip what has been measured at this commit. On a GPU, check the kernels first.
     """
     outcomes = measure_here(AllSettings(**options))
     if wrong := [f"{done.run.command} ({done.status})" for done in outcomes if done.status in ("failed", "stopped")]:

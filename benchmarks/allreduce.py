@@ -182,9 +182,9 @@ def run(settings: AllReduceSettings) -> None:
 @console.options(AllReduceSettings)
 @click.argument("more_sizes", nargs=-1, metavar="")
 def main(more_sizes: tuple[str, ...], **options: Any) -> None:
-    """Time all-reduces of several sizes, with a prediction from the links' measured speed beside each.
+    """Time all-reduces of several sizes, each beside a prediction from the measured speed of the link.
 
-    Under torchrun or Slurm with several ranks, these are measured. Otherwise it starts ranks itself.
+    Started by torchrun or Slurm with several ranks, measure these ranks; otherwise start ranks.
     """
     settings = AllReduceSettings(**options)
     run(replace(settings, sizes=" ".join([settings.sizes or "", *more_sizes]).strip() or None))

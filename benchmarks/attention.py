@@ -69,8 +69,8 @@ CAPTION = (
 class AttentionSettings(KernelSettings):
     """Options of the command line, one field each."""
 
-    grid: Grid = setting("course", "Task of the write-up.")
-    sequence: tuple[int, ...] = setting((), "Tokens instead of the grid's; may be repeated.", type=click.IntRange(1))
+    grid: Grid = setting("course", "Shapes of one of the write-up's tasks.")
+    sequence: tuple[int, ...] = setting((), "Context instead of the grid's; may be repeated.", type=click.IntRange(1))
     dim: tuple[int, ...] = setting((), "Head dimension instead of the grid's; may be repeated.", type=click.IntRange(1))
 
     def tasks(self) -> list[AttentionTask]:
@@ -234,7 +234,7 @@ def run(settings: AttentionSettings) -> list[Record]:
 @click.command()
 @console.options(AttentionSettings)
 def main(**settings: Any) -> None:
-    """Time attention forward and backward on the shapes of one of the write-up's tasks, with predictions beside."""
+    """Time attention forward and backward on the shapes of one of the write-up's tasks, with predictions."""
     run(AttentionSettings(**settings))
 
 

@@ -33,10 +33,10 @@ class CheckpointSettings(ParallelSettings):
     """Options of the command line, one field each."""
 
     size: str = setting("small", "Model preset.")
-    batch_size: int = setting(1, "Sequences of each rank in the one step.", type=click.IntRange(1))
+    batch_size: int = setting(1, "Sequences of each rank in the single training step.", type=click.IntRange(1))
     context: int | None = setting(32, "Tokens in a sequence.", type=click.IntRange(1))
     folder_of_files: Path | None = setting(
-        None, "Where the checkpoints go, for another disk.  [default: a temporary folder here]"
+        None, "Folder for the checkpoints, to choose a disk.  [default: a temporary folder here]"
     )
 
 
@@ -116,7 +116,7 @@ def work(place: Place, settings: CheckpointSettings) -> None:
 @click.command()
 @console.options(CheckpointSettings)
 def main(**options: Any) -> None:
-    """Time saving and loading a model and its optimizer's state, turn by turn, with predictions beside the times."""
+    """Time saving and loading a model and its optimizer's state; ways to save take turns. Print predictions, too."""
     start(work, CheckpointSettings(**options), "checkpoints")
 
 

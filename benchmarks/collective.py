@@ -41,20 +41,18 @@ Advance = Callable[[str], None]
 class AllReduceSettings(RecordOptions):
     """Options of the command line, one field each."""
 
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where the tensors are.  [default: cpu, and cuda if there]")
-    backend: Backend | None = setting(None, "Who moves them.  [default: every one that this machine has]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device of the tensors.  [default: cpu, and cuda if there]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: every one that this machine has]")
     sizes: str | None = setting(
-        None, f"Bytes of the float32 tensor, several after one another; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
+        None, f"Sizes of the float32 tensor in bytes; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
     )
     nproc: int | None = setting(
         None, "Ranks to start, without torchrun.  [default: 2, then 4, then 6]", type=click.IntRange(1)
     )
-    steps: int = setting(5, "All-reduces that count, of each size.", type=click.IntRange(1))
-    warmup: int = setting(5, "All-reduces of each size before them.", type=click.IntRange(0))
+    steps: int = setting(5, "Timed all-reduces of each size.", type=click.IntRange(1))
+    warmup: int = setting(5, "Untimed all-reduces of each size before them.", type=click.IntRange(0))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    link: str | None = setting(
-        None, "What joins the ranks, in words for the record, where this machine's own links do not."
-    )
+    link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

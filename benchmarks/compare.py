@@ -93,7 +93,7 @@ def show(records: list[Record]) -> None:
 @console.options(PassSettings)
 @click.argument("variants", nargs=-1)
 def main(variants: tuple[str, ...], **options: Any) -> None:
-    """Let variants of one model take turns, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
+    """Time VARIANTS of one model in turn, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
     settings = PassSettings(**options)
     if len(variants) < 2 or len(set(variants)) < len(variants):
         raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")

@@ -110,7 +110,7 @@ def work(place: Place, settings: DDPSettings) -> None:
 @click.command()
 @console.options(DDPSettings)
 def main(**options: Any) -> None:
-    """Time training steps of all data-parallel wrappers and PyTorch's, turn by turn, with predictions beside them."""
+    """Time training steps of this project's data-parallel wrappers and PyTorch's, in turn, beside predictions."""
     settings = DDPSettings(**options)
     settings.sizes()
     start(work, settings, "ddp")

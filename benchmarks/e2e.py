@@ -155,7 +155,7 @@ def run(settings: PassSettings) -> list[Record]:
 @click.command()
 @console.options(PassSettings)
 def main(**settings: Any) -> None:
-    """Time forward, backward and optimizer of a transformer on random tokens, with predictions beside the figures."""
+    """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
     run(PassSettings(**settings))
 
 

@@ -238,7 +238,7 @@ def run(settings: FusedSettings) -> list[Record]:
 @click.command()
 @console.options(FusedSettings)
 def main(**settings: Any) -> None:
-    """Time the fused kernels beside what they replace and a floor (a copy, matrix products alone), with predictions."""
+    """Time fused kernels, the unfused code, and a lower bound (a copy, or the matrix products), beside predictions."""
     run(FusedSettings(**settings))
 
 

@@ -50,9 +50,9 @@ class LeaderboardSettings(RecordOptions):
         None, "Sequences in a step.  [default: 2, or 1 if 2 do not fit]", type=click.IntRange(1)
     )
     compile: bool = setting(False, "Compile the model with torch.compile.")
-    seconds: float = setting(10.0, "Seconds for which the attention task is repeated.", type=click.FloatRange(0.1))
-    steps: int = setting(3, "Training steps that count, after two that do not.", type=click.IntRange(1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    seconds: float = setting(10.0, "Seconds of repetitions of the attention task.", type=click.FloatRange(0.1))
+    steps: int = setting(3, "Timed training steps, after two untimed ones.", type=click.IntRange(1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
 
 def published(task: str) -> dict[str, Any]:

@@ -52,12 +52,12 @@ class LongContextSettings(RecordOptions):
     size: str = setting("tiny", "Model preset.")
     attention: Attention = setting("sdpa", "Implementation of attention.")
     batch_size: int = setting(1, "Sequences in a step.", type=COUNT)
-    pack: bool = setting(False, "Rows of packed documents.")
-    rounds: int = setting(3, "Turns of every candidate.", type=COUNT)
-    steps: int = setting(2, "Steps that count in a turn.", type=COUNT)
+    pack: bool = setting(False, "Train on rows of packed documents.")
+    rounds: int = setting(3, "Turns of each candidate.", type=COUNT)
+    steps: int = setting(2, "Timed steps per turn.", type=COUNT)
     threads: int = setting(1, "Threads of each CPU rank.", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
 
     def recipe(self, seq: int, cp: int = 1, kind: ContextType = "ring") -> Recipe:
         """Recipe of a candidate; its first update is at the full rate, as the gate assumes."""
@@ -216,7 +216,7 @@ def draw(path: Path) -> Path:
 @click.command()
 @console.options(LongContextSettings)
 def main(**options: Any) -> None:
-    """Train on long sequences with one rank and with context-parallel ranks, three ways, turn by turn."""
+    """Train on long sequences with one rank and with three kinds of context parallelism, in turn."""
     settings, here = LongContextSettings(**options), find_place()
     if here.world_size > 1:
         raise UserError("this benchmark starts its ranks itself: run it without torchrun")

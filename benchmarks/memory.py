@@ -51,10 +51,10 @@ CLASHES = {
 class MemorySettings(ModelOptions):
     """Options of the command line, one field each."""
 
-    all_sizes: bool = setting(False, "Every size of the year's edition; with fp32 the largest in bf16, too.")
-    mode: Pass | None = setting(None, "One pass only.  [default: both]")
-    residuals: bool = setting(False, "Instead: what is kept for backward, block by block.")
-    segments: bool = setting(False, "Instead: the best length of recomputed segments.")
+    all_sizes: bool = setting(False, "Measure every size of the year's edition; with fp32, the largest in bf16, too.")
+    mode: Pass | None = setting(None, "Kind of pass.  [default: both]")
+    residuals: bool = setting(False, "Instead list the tensors kept for backward, block by block.")
+    segments: bool = setting(False, "Instead find the best length of recomputed segments.")
 
     def refuse_ignored(self, given: set[str]) -> None:
         """Raises UserError if an option of those that were `given` would be ignored."""
@@ -276,7 +276,7 @@ def run(settings: MemorySettings) -> list[Record]:
 @click.command()
 @console.options(MemorySettings)
 def main(**options: Any) -> None:
-    """Measure the peak memory of a transformer's forward pass and training step, with predictions beside them."""
+    """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
     settings, source = MemorySettings(**options), click.get_current_context().get_parameter_source
     settings.refuse_ignored({name for name in options if source(name) != ParameterSource.DEFAULT})
     run(settings)

@@ -50,7 +50,7 @@ class MixedPrecisionSettings(RecordOptions):
     """Every field is an option of the command line."""
 
     precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any
 @click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
 @console.options(MixedPrecisionSettings)
 def main(lesson: str, **options: Any) -> None:
-    """Show what the course's sums come to in each number format, and the dtype of every part under autocast."""
+    """Print the results of the course's sums in each number format, and the dtype of every part under autocast."""
     settings = MixedPrecisionSettings(**options)
     if settings.precision and lesson == ACCUMULATION:
         raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")

@@ -61,37 +61,37 @@ class MoEEvalSettings(ExpertOptions):
     """Options of the command line, one field each."""
 
     size: str = setting("fairseq-moe-twin", "Model preset.")
-    d_model: int | None = setting(None, "Width; the feed-forward's is four times it.", type=COUNT)
+    d_model: int | None = setting(None, "Width; the MLP's hidden width is 4 times it.", type=COUNT)
     num_heads: int | None = setting(None, "Attention heads.", type=COUNT)
-    num_layers: int | None = setting(None, "Layers.", type=COUNT)
-    vocab_size: int | None = setting(None, "Tokens; text is bytes, 256 at least.", type=COUNT)
+    num_layers: int | None = setting(None, "Number of layers.", type=COUNT)
+    vocab_size: int | None = setting(None, "Vocabulary size; 256 at least, because text is bytes.", type=COUNT)
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
     context: int | None = setting(None, "Tokens in a block.  [default: the preset's]", type=COUNT)
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting("fp32", "Of weights and activations.")
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting("fp32", "Dtype of weights and activations.")
     data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
-    batch_size: int = setting(1, "Blocks of a batch, on each rank.", type=COUNT)
-    batches: int = setting(5, "Batches of each rank, if there is as much text.", type=COUNT)
-    all_blocks: bool = setting(False, "Evaluate the whole text instead.")
-    warmup: int = setting(1, "Batches before the first that counts.", type=NATURAL)
+    batch_size: int = setting(1, "Blocks per batch, on each rank.", type=COUNT)
+    batches: int = setting(5, "Batches of each rank, or fewer if the text is short.", type=COUNT)
+    all_blocks: bool = setting(False, "Evaluate the whole text instead of --batches.")
+    warmup: int = setting(1, "Untimed batches before them.", type=NATURAL)
     moe: Literal["sort", "einsum", "both"] | None = setting(  # type: ignore[assignment]
-        None, "One sort, the one-hot formulation, or both in turn.  [default: sort; with --profile both]"
+        None, "Dispatch by a sort, by one-hot tensors, or both in turn.  [default: sort; with --profile both]"
     )
-    words: How = setting("fast", "The log-probability of every word: a copy a batch, or a read a number.")
-    profile: bool = setting(False, "Leave traces, tables and one trace of all ranks in --out.")
-    out: Path | None = setting(None, "Folder of the profile.  [default: runs/moe_eval/<size>]")
+    words: How = setting("fast", "Read every word's log-probability: not, one copy per batch, or one read per number.")
+    profile: bool = setting(False, "Write traces, tables and one trace of all ranks to --out.")
+    out: Path | None = setting(None, "Folder for the profile.  [default: runs/moe_eval/<size>]")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)
     tp: int = setting(1, "Tensor-parallel ranks, which evaluate the same blocks.", type=COUNT)
     ep: int | None = setting(
         None, "Expert-parallel ranks.  [default: the rest, or as many as there are experts]", type=COUNT
     )
     seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: a tiny model, one batch, no record.")
+    results: Path | None = setting(None, "Folder for the record.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
+    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
+    smoke: bool = setting(False, "Test run: a tiny model, one batch, writes no record.")
 
     def config(self) -> ModelConfig:
         """The model. Raises UserError for one that cannot be."""
@@ -270,7 +270,7 @@ def compared(record: Record) -> str:
 @click.command()
 @console.options(MoEEvalSettings)
 def main(**options: Any) -> None:
-    """Evaluate a language model with experts: loss, perplexity, speed, balance, bytes, and where the time goes."""
+    """Evaluate a language model with experts: loss, perplexity, speed, load balance, bytes sent, profile."""
     settings, here = MoEEvalSettings(**options), find_place()
     if settings.smoke:
         settings = replace(settings, **SMOKE)

@@ -43,17 +43,17 @@ class MoELayerSettings(LayerSettings):
     """Options of the command line, one field each."""
 
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
-    top_k: int = setting(2, "Experts of a token.", type=click.IntRange(1, 2))
+    top_k: int = setting(2, "Experts per token.", type=click.IntRange(1, 2))
     eval_fraction: float = setting(
-        0.05, "An expert takes this share of a rank's tokens.", type=click.FloatRange(0, 1, min_open=True)
+        0.05, "Capacity of an expert, as a share of a rank's tokens.", type=click.FloatRange(0, 1, min_open=True)
     )
-    skew: float = setting(0.0, "How much all tokens favour the same experts; 0: hardly.", type=click.FloatRange(0, 100))
-    backward: bool = setting(False, "Forward and backward, rather than forward alone.")
+    skew: float = setting(0.0, "Preference of tokens for the same experts; 0: little.", type=click.FloatRange(0, 100))
+    backward: bool = setting(False, "Time forward and backward, not forward alone.")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
-    rounds: int = setting(7, "Turns of every candidate.", type=COUNT)
-    steps: int = setting(3, "Passes that count in a turn.", type=COUNT)
-    link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
-    smoke: bool = setting(False, "Only show that it works: small, two rounds, no record.")
+    rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
+    steps: int = setting(3, "Timed passes per turn.", type=COUNT)
+    link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
+    smoke: bool = setting(False, "Test run: small, two rounds, writes no record.")
 
     def ways(self) -> list[Way]:
         """The candidates, the baseline second. Raises UserError for a layer that cannot be."""
@@ -119,7 +119,7 @@ def work(place: Place, settings: MoELayerSettings) -> None:
 @click.command()
 @console.options(MoELayerSettings)
 def main(**options: Any) -> None:
-    """Time one expert layer, sorted, one-hot and without a capacity, turn by turn, with predictions beside it."""
+    """Time one expert layer in turn with dispatch by sort, by one-hot tensors, and without a capacity limit."""
     settings = MoELayerSettings(**options)
     if settings.smoke:
         settings = replace(settings, **SMOKE)

@@ -51,21 +51,21 @@ class MoESweepSettings(LayerSettings):
     experts: tuple[int, ...] = setting((8, 32, 128, 512), "Experts of the layer; may be repeated.", type=COUNT)
     capacity: tuple[str, ...] = setting(
         ("1x", "2x", "4x", "0.05", "dropless"),
-        "What an expert takes: `2x` twice tokens / experts, `0.05` such a share of the tokens, `dropless` all; may be "
+        "Capacity of an expert: `2x` is 2 x tokens / experts, `0.05` a share of tokens, `dropless` no limit; may be "
         "repeated.",
     )
     nproc: tuple[int, ...] = setting(
         (), "Ranks to start, without torchrun; may be repeated.  [default: 1, then 2, then 4]", type=COUNT
     )
-    skew: float = setting(0.5, "How much all tokens favour the same experts; 0: hardly.", type=click.FloatRange(0, 100))
+    skew: float = setting(0.5, "Preference of tokens for the same experts; 0: little.", type=click.FloatRange(0, 100))
     one_hot_limit: float = setting(
-        1.0, "10^9 bytes of a one-hot tensor, above which a cell is only sorted.", type=click.FloatRange(0)
+        1.0, "Largest one-hot tensor in 10^9 bytes; above it, only the sort is timed.", type=click.FloatRange(0)
     )
-    rounds: int = setting(5, "Turns of every cell.", type=COUNT)
-    steps: int = setting(1, "Passes that count in a turn.", type=COUNT)
+    rounds: int = setting(5, "Turns of each setting.", type=COUNT)
+    steps: int = setting(1, "Timed passes per turn.", type=COUNT)
     plot: Path | None = setting(None, "File for the picture.  [default: beside the records]")
-    from_records: bool = setting(False, "Measure nothing; table and picture of the newest records.")
-    smoke: bool = setting(False, "Only show that it works: small, two ranks at most, one round, no record.")
+    from_records: bool = setting(False, "Measure nothing; show and draw the newest records.")
+    smoke: bool = setting(False, "Test run: small, two ranks at most, one round, writes no record.")
 
     def way(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell. Raises UserError for one that cannot be."""
@@ -193,7 +193,7 @@ def run(settings: MoESweepSettings) -> None:
 @click.command()
 @console.options(MoESweepSettings)
 def main(**options: Any) -> None:
-    """Time expert layers of several sizes, capacities and numbers of ranks, sorted and one-hot; with a plot."""
+    """Time and plot expert layers over experts, capacities and ranks, with dispatch by sort and by one-hot tensors."""
     settings = MoESweepSettings(**options)
     run(replace(settings, **SMOKE) if settings.smoke else settings)
 

@@ -196,7 +196,7 @@ def run(settings: NormSettings) -> list[Record]:
 @click.command()
 @console.options(NormSettings)
 def main(**settings: Any) -> None:
-    """Time normalisations forward and backward, each beside a copy of as many bytes and a prediction."""
+    """Time normalisations forward and backward, each beside a copy of the same bytes and a prediction."""
     run(NormSettings(**settings))
 
 

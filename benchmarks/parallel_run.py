@@ -38,17 +38,17 @@ class ParallelSettings(RecordOptions):
     year: int = setting(
         DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
     )
-    d_model: int | None = setting(None, "Width instead of the preset's; d_ff follows as 4 x.", type=click.IntRange(64))
+    d_model: int | None = setting(None, "Width instead of the preset's; sets d_ff to 4 x it.", type=click.IntRange(64))
     layers: int | None = setting(None, "Depth instead of the preset's.", type=click.IntRange(1))
     batch_size: int = setting(4, "Sequences of each rank in a step.", type=click.IntRange(1))
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=click.IntRange(1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
-    rounds: int = setting(7, "Turns of every candidate.", type=click.IntRange(1))
-    steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
+    rounds: int = setting(7, "Turns of each candidate.", type=click.IntRange(1))
+    steps: int = setting(3, "Timed steps per turn.", type=click.IntRange(1))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
+    link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
     def config(self) -> ModelConfig:
         """The model. Raises UserError for a width that its heads do not divide."""

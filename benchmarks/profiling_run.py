@@ -52,17 +52,17 @@ class ProfilingSettings(ModelOptions):
     # fp16 is missing because its gradients need loss scaling, which this loop does not have.
     precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products; bf16 is mixed.")
     wrapper: str | None = setting(
-        None, "What joins the ranks.  [default: bucketed, or none for one rank]", type=click.Choice(list(BUILDS))
+        None, "Data-parallel wrapper.  [default: bucketed, or none for one rank]", type=click.Choice(list(BUILDS))
     )
     bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
-    backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    warmup: int = setting(2, "Steps before the first that is profiled.", type=click.IntRange(0))
-    steps: int = setting(2, "Steps that are profiled.", type=click.IntRange(1))
-    stack: bool = setting(False, "Record Python's frames, too; slower.")
-    nvtx: bool = setting(False, "Ranges of the same names for nsys (CUDA).")
-    out: Path | None = setting(None, "Folder of what comes out.  [default: runs/profile/<size>-<wrapper>]")
+    warmup: int = setting(2, "Steps before the profiled ones.", type=click.IntRange(0))
+    steps: int = setting(2, "Profiled steps.", type=click.IntRange(1))
+    stack: bool = setting(False, "Also record Python's stack frames; slower.")
+    nvtx: bool = setting(False, "Add NVTX ranges of the same names, for nsys (CUDA).")
+    out: Path | None = setting(None, "Folder for the output.  [default: runs/profile/<size>-<wrapper>]")
 
     def chosen(self, ranks: int) -> str:
         """The wrapper. Raises UserError for ranks that nothing would join, or for what cannot be combined."""
@@ -176,7 +176,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
 @click.command()
 @console.options(ProfilingSettings)
 def main(**options: Any) -> None:
-    """Profile training steps on every rank at once: traces, tables, flame graph, memory, overlap, timeline."""
+    """Profile training steps on all ranks; write traces, tables, flame graph, memory, overlap and timeline."""
     settings, here = ProfilingSettings(**options), find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
     name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")

@@ -192,13 +192,13 @@ def plot(runs: list[ScalingRun], path: Path, base: ScalingRun | None = None) -> 
 
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
+@click.option("--peak-tflops", type=float, callback=finite, help="Peak TFLOP/s, if logs lack it: 312 for A100.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Picture: .png, .svg or .pdf.")
 def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: bool, picture: Path | None) -> None:
-    """Tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
+    """Print tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
 
-    Without FILES, of the published study of BERT-345M.
+    Without FILES, show the published study of BERT-345M.
     """
     runs = read_runs(files or (PUBLISHED,))
     if peak_tflops is not None:
@@ -219,7 +219,7 @@ def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: 
 @console.options(ScalingSettings)
 @click.pass_context
 def main(context: click.Context, /, **options: Any) -> None:
-    """Train in every layout of a grid, turn by turn: times, efficiency, bubbles, memory, and what looks wrong."""
+    """Train in each layout of a grid, in turn; print times, efficiency, bubbles, memory and anomalies."""
     if context.invoked_subcommand is None:
         measure(ScalingSettings(**options))
 

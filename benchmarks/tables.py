@@ -124,13 +124,13 @@ def insert(text: str, tables: str) -> str:
     "--what",
     type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints", "context"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, memory, layouts, experts, the cost model, checkpoints, or sequences.",
+    help="Whole passes (e2e), several ranks (parallel), layouts (scaling), long sequences (context), or as named.",
 )
 @click.option(
     "--results",
     type=click.Path(path_type=Path, file_okay=False),
     default=RESULTS,
-    help="Folder of records by machine, such as runs/results.  [default: the project's]",
+    help="Folder of records, one subfolder per machine, such as runs/results.  [default: the project's]",
 )
 def main(write: Path | None, what: str, results: Path) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

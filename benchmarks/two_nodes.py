@@ -37,12 +37,12 @@ GRACE = 10.0  # seconds that one node gets to say what it misses after the other
 class TwoNodesSettings:
     """Options of the command line, one field each."""
 
-    nproc: int = setting(1, "Ranks of each node.", type=click.IntRange(1))
-    rate: str = setting("1gbit", "Speed of the link, each way, as tc writes it.")
+    nproc: int = setting(1, "Ranks per node.", type=click.IntRange(1))
+    rate: str = setting("1gbit", "Speed of the link in each direction, in tc's notation.")
     latency: str = setting(
-        "50ms", "Longest wait in the link's queue before packets are dropped; the link itself adds no delay."
+        "50ms", "Longest wait in the link's queue before packets are dropped; there is no other delay."
     )
-    one_node: bool = setting(False, "One node instead, all ranks of which share one loopback of that rate.")
+    one_node: bool = setting(False, "Use one node, whose ranks all share one loopback of that rate.")
 
     def describe(self) -> str:
         """Description of the link in the command's records."""
@@ -197,8 +197,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def main(command: tuple[str, ...], **options: Any) -> None:
     """Run a benchmark, such as benchmarks/allreduce.py with its options after --, as if on two nodes. Needs root.
 
-    The options --link and its words are added, so that its records say what joined the ranks. Courses count 2 x 1,
-    2 x 2 and 2 x 3 ranks: --nproc 1, 2 and 3.
+    The command gets a --link option, so that its records describe the link. Course assignments use 2 x 1,
+        2 x 2 and 2 x 3 ranks: --nproc 1, 2 and 3.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not one that nohup has told it to ignore

@@ -125,7 +125,7 @@ def work(place: Place, settings: ZeroSettings) -> None:
 @click.command()
 @console.options(ZeroSettings)
 def main(**options: Any) -> None:
-    """Time training steps of all ZeRO stages and PyTorch's, turn by turn, and count what each keeps in memory."""
+    """Time training steps of all ZeRO stages and PyTorch's in turn, and count the bytes that each keeps in memory."""
     start(work, ZeroSettings(**options), "zero")
 
 

@@ -30,19 +30,19 @@ def require_extra() -> None:
 @click.command()
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("build/writeup"), show_default=True,
-    help="Folder of index.html, writeup.pdf, writeup.md and figures/.",
+    help="Folder for index.html, writeup.pdf, writeup.md and figures/.",
 )  # fmt: skip
-@click.option("--machine", help="Whose records, by a part of the folder's name.  [default: the machine with most]")
+@click.option("--machine", help="Machine to show, by part of its folder's name.  [default: the one with most records]")
 @click.option(
     "--results",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of records by machine.  [default: the project's; with --run runs/results]",
+    help="Folder of records, one subfolder per machine.  [default: the project's; with --run, runs/results]",
 )
 @click.option("--run", "run_first", is_flag=True, help="First run every benchmark that this machine can run.")
-@click.option("--only", multiple=True, help="With --run: this benchmark alone (may be given several times).")
-@click.option("--chapters", multiple=True, help="This chapter alone (may be given several times), as --chapters norms.")
+@click.option("--only", multiple=True, help="With --run: run only this benchmark; may be repeated.")
+@click.option("--chapters", multiple=True, help="Write only this chapter, such as norms; may be repeated.")
 @click.option(
-    "--without-solutions", is_flag=True, help="Without answers, derivations, changes of code and files of solutions."
+    "--without-solutions", is_flag=True, help="Omit answers, derivations, changes of code and files of solutions."
 )
 def main(
     out: Path,
@@ -53,7 +53,7 @@ def main(
     chapters: tuple[str, ...],
     without_solutions: bool,
 ) -> None:
-    """Write the write-up: one HTML page and one PDF, made from records and from nothing else."""
+    """Write the write-up as one HTML page and one PDF; all its figures come from records."""
     require_extra()
     if only and not run_first:
         raise UserError("--only says what --run runs; without --run nothing is measured")

@@ -52,11 +52,11 @@ class LayerSettings:
     tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
     d_model: int = setting(64, "Width of a token.", type=COUNT)
     d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
-    threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
+    threads: int = setting(1, "Threads of each rank; idle ones would spin and add to CPU time.", type=COUNT)
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    results: Path | None = setting(None, "Folder for the records.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
+    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
 
     def folder(self) -> Path:
         """Folder of the records."""

@@ -37,18 +37,18 @@ Shape = TypeVar("Shape")
 class KernelSettings(RecordOptions):
     """Options of a benchmark of kernels."""
 
-    dtype: DtypeName | None = setting(None, "Type of the inputs.  [default: that of each shape]")
+    dtype: DtypeName | None = setting(None, "Dtype of the inputs.  [default: each shape's own]")
     forward: bool = setting(False, "Forward passes only.")
-    backward: bool = setting(False, "Passes with a backward only.")
+    backward: bool = setting(False, "Forward with backward passes only.")
     candidate: tuple[str, ...] = setting((), "Only this candidate; may be repeated.  [default: all]")
     rounds: int | None = setting(
-        None, "Turns of every candidate.  [default: as the write-up asks]", type=click.IntRange(2)
+        None, "Turns of each candidate.  [default: as the write-up needs]", type=click.IntRange(2)
     )
     patience: float = setting(
-        20.0, "Seconds that one shape may take; slower candidates are left out.", type=click.FloatRange(0)
+        20.0, "Seconds that one shape may take; candidates too slow for it are left out.", type=click.FloatRange(0)
     )
-    budget: float | None = setting(None, "Seconds after which no other shape is begun.", type=click.FloatRange(0))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    budget: float | None = setting(None, "Seconds after which no further shape is measured.", type=click.FloatRange(0))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def wants(self, what: str) -> bool:
         """True if a pass was asked for: both kinds, unless one of the flags is given."""

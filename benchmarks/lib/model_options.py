@@ -25,11 +25,11 @@ class ModelOptions(RecordOptions):
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
     kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
     compile: bool = setting(False, "Compile the model with torch.compile.")
-    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
     batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=click.IntRange(1))
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def case(self, size: str, device: torch.device) -> Case:
         """One size with these options. Raises UserError for a size or a choice that does not exist."""

@@ -33,10 +33,10 @@ class Recorder:
 class RecordOptions:
     """Options of a benchmark that leaves records."""
 
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: small and short, no record.")
+    results: Path | None = setting(None, "Folder for the records.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
+    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
+    smoke: bool = setting(False, "Test run: small and short, writes no record.")
 
     def records_folder(self, device: torch.device) -> Path:
         """Folder of the records."""

@@ -33,12 +33,12 @@ PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 class PassSettings(ModelOptions):
     """Options of the command line, one field each."""
 
-    all_sizes: bool = setting(False, "Every size of the year's edition.")
-    mode: Mode | None = setting(None, "One pass only.  [default: every pass that fits]")
+    all_sizes: bool = setting(False, "Measure every size of the year's edition.")
+    mode: Mode | None = setting(None, "Kind of pass.  [default: every pass that fits]")
     # The first step makes the optimizer's state, so the second is the first like all others.
-    warmup: int = setting(2, "Passes before the first that counts; 0 shows a cold start.", type=click.IntRange(0))
+    warmup: int = setting(2, "Untimed passes before them; 0 shows a cold start.", type=click.IntRange(0))
     steps: int | None = setting(
-        None, "Passes that count.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
+        None, "Timed passes.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )
 
     def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:

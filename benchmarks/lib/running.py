@@ -38,17 +38,17 @@ LAST_LINES = 15  # of the output of a benchmark that went wrong
 class AllSettings(RecordOptions):
     """Options of the command line, one field each."""
 
-    list: bool = setting(False, "Only show what would be measured, and how long it takes.")
+    list: bool = setting(False, "Print what would be measured and how long it takes.")
     only: tuple[str, ...] = setting((), "Only this benchmark; may be repeated.")
-    again: bool = setting(False, "Measure also what has been measured at this commit.")
+    again: bool = setting(False, "Repeat measurements that were made at this commit.")
     minutes: float | None = setting(
-        None, "Minutes for all; what does not fit is not begun.  [default: no limit, on a GPU 8]",
+        None, "Minutes for all; benchmarks that would not fit are skipped.  [default: no limit, on a GPU 8]",
         type=click.FloatRange(0, 1e5),
     )  # fmt: skip
-    edition: Edition | None = setting(None, "Kind of machine.  [default: gpu if there is one]")
-    logs: Path = setting(Path("runs/all"), "Folder of the benchmarks' output.")
+    edition: Edition | None = setting(None, "Kind of machine to measure.  [default: gpu if there is one]")
+    logs: Path = setting(Path("runs/all"), "Folder for the benchmarks' output.")
     pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
-    smoke: bool = setting(False, "Only show that it works: every benchmark with --smoke, on a CPU too, no record.")
+    smoke: bool = setting(False, "Test run: every benchmark with --smoke, also on a CPU, writes no record.")
 
     @property
     def seconds(self) -> float:

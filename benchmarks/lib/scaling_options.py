@@ -28,39 +28,37 @@ VOCABULARY = 512
 class ScalingSettings:
     """Options of the command line, one field each."""
 
-    grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp, or RANKS:tp x pp x dp.")
+    grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, as tp x pp x dp or RANKS:tp x pp x dp.")
     size: str = setting("tiny", "Model preset.")
     objective: Literal["lm", "bert"] = setting("bert", "Next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
-    vocab_size: int | None = setting(None, "Tokens.  [default: the preset's; 512 for BERT's shape of another]")
+    vocab_size: int | None = setting(None, "Vocabulary size.  [default: the preset's; 512 for BERT in another's shape]")
     data: tuple[str, ...] = setting(("random",), "Text files, or `random`.")
     micro_batch_size: int = setting(4, "Sequences that pass through the model at once.", type=COUNT)
     global_batch_per_dp: int | None = setting(
         None, "Weak scaling: sequences of each data-parallel replica in a step.  [default: 16]", type=COUNT
     )
-    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all in a step.", type=COUNT)
-    steps: int = setting(3, "Steps that count in a turn.", type=COUNT)
-    warmup: int = setting(2, "Steps of a turn before them.", type=click.IntRange(0))
-    rounds: int = setting(5, "Turns of every layout.", type=COUNT)
+    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
+    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
+    warmup: int = setting(2, "Untimed steps per turn before them.", type=click.IntRange(0))
+    rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     precision: tuple[str, ...] = setting(
-        ("fp32",), "Precision; may be repeated, for the whole grid in each.", type=click.Choice(PRECISIONS)
+        ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(PRECISIONS)
     )
-    zero: int = setting(0, "ZeRO stage, where there are data-parallel ranks.", type=click.IntRange(0, 3))
-    schedule: ScheduleName | None = setting(None, "Order of the microbatches.")
-    chunks: int = setting(1, "Groups of blocks of a stage, where there are stages.", type=COUNT)
-    sequence_parallel: bool = setting(False, "Split the stream along the sequence, where there are tp ranks.")
-    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    zero: int = setting(0, "ZeRO stage of layouts with data-parallel ranks.", type=click.IntRange(0, 3))
+    schedule: ScheduleName | None = setting(None, "Pipeline schedule.")
+    chunks: int = setting(1, "Groups of blocks per pipeline stage, in layouts with stages.", type=COUNT)
+    sequence_parallel: bool = setting(False, "Split activations along the sequence, in layouts with tp ranks.")
+    recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    plot: Path | None = setting(None, "Picture to draw: .png, .svg or .pdf.")
-    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(
-        False, "Only show that it works: no record, and one step of two layouts unless others are given."
-    )
+    plot: Path | None = setting(None, "Picture to draw: .png, .svg, .pdf.")
+    results: Path | None = setting(None, "Folder for the records.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
+    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
+    smoke: bool = setting(False, "Test run: writes no record; one step of two layouts unless others are given.")
 
     def batch(self, dp: int) -> int:
         """Sequences in a step with so many replicas. Raises UserError if both kinds of scaling were asked for."""

@@ -49,22 +49,22 @@ def exercise_checks(name: str, target: str, tests: str | None, **options: Any) -
 
 @click.command()
 @click.argument("target", default="")
-@click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET; by default what its name and bases tell.")
-@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks, as forked processes.")
+@click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET.  [default: from its name and bases]")
+@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks (forked processes).")
 @click.option(
     "--timeout",
     type=console.PATIENCE,
     default=5.0,
     show_default=True,
     callback=console.finite,
-    help="Seconds to wait for a rank.",
+    help="Seconds that ranks wait for each other.",
 )
-@click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
+@click.option("--strict", is_flag=True, help="Exit with code 1 also for verdicts weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
-@click.option("--types", is_flag=True, help=f"Check types alone, on {TYPED_RANKS} ranks that do not exist.")
-@click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
-@click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
-@click.option("--tests", metavar="FILE", help="With --exercise: tests that pass on TARGET and fail where it is broken.")
+@click.option("--types", is_flag=True, help=f"Check only types, on {TYPED_RANKS} simulated ranks.")
+@click.option("--exercises", is_flag=True, help="List the exercises that these checks grade.")
+@click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in, or grade TARGET, if given.")
+@click.option("--tests", metavar="FILE", help="With --exercise: tests, which broken variants of TARGET must fail.")
 def main(
     target: str,
     kind: str | None,

@@ -24,13 +24,13 @@ PATH = click.Path(path_type=Path)
 
 @click.group(no_args_is_help=False)
 def main() -> None:
-    """Look at the checkpoints of a run: a checkpoint, a folder of them, or the folder given to --out."""
+    """Show, verify or export checkpoints. PATH is a checkpoint, a folder of them, or a run's --out folder."""
 
 
 @main.command("show")
 @click.argument("path", type=PATH)
 def show_command(path: Path) -> None:
-    """Verify the checkpoint at PATH (or the newest there) and print its contents."""
+    """Verify the checkpoint at PATH, or the newest in it, and print its contents."""
     checkpoint = open_checkpoint(find(path)[-1])
     entries = [entry for kinds in checkpoint.tensors.values() for entry in kinds.values()]
     parameters = checkpoint.parameters.values()
@@ -56,7 +56,7 @@ def show_command(path: Path) -> None:
 @main.command("verify")
 @click.argument("path", type=PATH)
 def verify_command(path: Path) -> None:
-    """Check every byte of the checkpoint at PATH, or of all there. The exit status is 2 if one cannot be used."""
+    """Check every byte of the checkpoint at PATH, or of all in it. Exit code: 2 if one cannot be used."""
     folders, refused = find(path), 0
     for folder in folders:
         said = "whole"
