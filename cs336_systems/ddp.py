@@ -40,7 +40,7 @@ class DataParallel(Wrapper):
     that did not use a parameter contributes zeros; if no rank used it, it has no gradient.
 
     Each parameter of `apart` gets a bucket of its own: a tied embedding is on two pipeline stages, and its shards must
-    match there. `ignored` are left to another wrapper.
+    match there. `ignored` parameters belong to another wrapper.
     """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket
@@ -104,7 +104,7 @@ class DataParallel(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on their rank; `finish_gradient_synchronization` reduces the sum."""
+        """Only accumulate gradients inside the block; `finish_gradient_synchronization` reduces their sum."""
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -114,8 +114,8 @@ class DataParallel(Wrapper):
                 bucket.expect_all()
 
     def join(self, batches: Collection[Any]) -> Iterator[Any]:
-        """This rank's batches, then None until the rank that has the most is done: skip forward and backward then, but
-        synchronise and step with the others; this rank's gradients count as zero. Every rank must call it."""
+        """Yield this rank's batches, then None until the rank with the most is done. For None skip forward and backward,
+        but synchronise and step with the others: this rank's gradients are zero. Every rank must call it."""
         counts = agree("the number of batches", str(len(batches)), self.group)
         yield from batches
         yield from repeat(None, max(map(int, counts)) - len(batches))
@@ -139,31 +139,31 @@ class DataParallel(Wrapper):
         self.guard.reset()
 
     def unwrap(self) -> nn.Module:
-        """The module, free of this wrapper, to be changed and wrapped anew."""
+        """Remove this wrapper from the module and return it, to be changed and wrapped again."""
         self.guard.release()
         return self.module
 
 
 class NaiveDDP(DataParallel):
-    """Each parameter's gradient by itself, after backward: P/w + n o seconds, none hidden."""
+    """Reduces each parameter's gradient alone, after backward: P/w + n o seconds, none hidden."""
 
     bucket_size_mb, overlap = 0.0, False
 
 
 class FlatDDP(DataParallel):
-    """All gradients in one buffer, after backward: P/w + o seconds, none hidden."""
+    """Reduces all gradients in one buffer, after backward: P/w + o seconds, none hidden."""
 
     bucket_size_mb, overlap = None, False
 
 
 class OverlappedDDP(DataParallel):
-    """Each parameter's gradient by itself, as soon as it is ready: n overheads, all but the last reduction hidden."""
+    """Reduces each parameter's gradient alone, as soon as it is ready: n overheads, all but the last one hidden."""
 
     bucket_size_mb, overlap = 0.0, True
 
 
 class BucketedDDP(DataParallel):
-    """Buckets of up to `bucket_size_mb`, each as soon as it is complete."""
+    """Reduces buckets of up to `bucket_size_mb`, each as soon as it is complete."""
 
     def __init__(
         self,

@@ -40,15 +40,15 @@ class FSDP(Wrapper):
 
     `parameters()` are this rank's shards (buffers/shard_tensor.py), in the dtype that the module had: give them to any
     elementwise optimizer.
-    `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights and
-    gradients keep the module's dtype, and layers with other parameters (norms) get inputs in it. `reduce_dtype` is that
-    in which gradients of sharded weights travel (default: the module's).
+    Sharded layers compute with weights and inputs in `compute_dtype`. Master weights and gradients keep the module's
+    dtype, and layers with replicated parameters only (norms) get inputs in it. Gradients of sharded weights are reduced
+    in `reduce_dtype` (default: the module's).
     A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass. With
-    `reshard_after_forward=False` all stay whole from forward to their backward: a gather less for the memory of all.
+    `reshard_after_forward=False` all stay whole from forward to backward: one gather less, but memory for all weights.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
-    are registered and every output counts in the loss. torch.compile may have the blocks, but not the whole.
+    are registered and every output counts in the loss. torch.compile works on the blocks, but not on the whole.
     """
 
     gradients = Sharded(in_flight=2)
@@ -223,7 +223,7 @@ class FSDP(Wrapper):
         self.end_synchronisation()
 
     def extra_repr(self) -> str:
-        """How much is sharded, as `print(model)` shows it."""
+        """Number of sharded parameters and elements, for `print(model)`."""
         split = sum(weight.shape.numel() for weight in self.sharded)
         whole = sum(p.numel() for p in self.guard.replicas.names)
         kept = whole + sum(weight.shard.numel() for weight in self.sharded)
@@ -244,8 +244,8 @@ class FSDP(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For loops written for the other wrappers. Gradients are reduced and added up as shards even so: to keep them
-        whole until the last backward would cost what sharding saves."""
+        """Do nothing: for loops written for other wrappers. Each backward reduces its gradients and adds them to the
+        shards, since keeping them whole would cost the memory that sharding saves."""
         yield
 
     def kept_gradients(self) -> list[LocalGradient]:
@@ -255,8 +255,8 @@ class FSDP(Wrapper):
         return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + whole
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """A copy of the whole state, as the unwrapped `module.state_dict()` had it, to save or load elsewhere: that of
-        the wrapped one is refused on more than one rank. Every rank must call this."""
+        """Gather a copy of the whole state, in the format of the unwrapped `module.state_dict()`, to save or load (the
+        wrapped module's own is refused on more than one rank). Every rank must call this."""
         sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
         values = dict.fromkeys(state.values())  # tied ones are one tensor under each name
         copies = {value: sharded[value].gather() if value in sharded else value.detach().clone() for value in values}

@@ -204,7 +204,7 @@ class _Execution:
         return self.split.setdefault((action.microbatch, action.chunk), SplitBackward())
 
     def weights(self, action: Action) -> None:
-        """The gradients of weights that a backward left."""
+        """Compute the gradients of weights that a split backward postponed."""
         with self.pipeline.timer("backward-compute"):
             self.split.pop((action.microbatch, action.chunk)).finish()
 

@@ -6,8 +6,8 @@
     2       replicated   sharded      sharded      reduce-scatter, all-gather              4 + (4 + 8)/N
     3       sharded      sharded      sharded      2 all-gathers, reduce-scatter           (4 + 4 + 8)/N
 
-(Rajbhandari et al., arXiv:1910.02054, figure 1.) A gradient that rests replicated is all-reduced, one that rests
-sharded is reduce-scattered; what is sharded and needed whole is all-gathered.
+(Rajbhandari et al., arXiv:1910.02054, figure 1.) Replicated gradients are all-reduced, sharded ones
+reduce-scattered; a sharded tensor that is needed whole is all-gathered.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,12 @@ def zero(
     ignored: Parameters = (),
     **kwargs: Any,
 ) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
-    """The module and its optimizer with a stage's placements; the loop that trains them is the same for all four:
+    """Wrap a module and make its optimizer, with a stage's placements; the training loop is the same for all four:
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
 
     `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); the
-    gradients of `apart` are cut by themselves and `ignored` ones left alone (see `DataParallel`); `kwargs` go to the
+    parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
     optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
     if stage not in range(len(STAGES)):

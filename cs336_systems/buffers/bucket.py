@@ -42,10 +42,10 @@ class Replicated:
         return 1
 
     def keep(self, bucket: "GradBucket") -> None:
-        """Keep what rests on this rank of the reduced buffer."""
+        """Keep this rank's part of the reduced buffer."""
 
     def free(self, bucket: "GradBucket") -> None:
-        """Free what does not rest on this rank."""
+        """Free the memory that this rank does not keep."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class GradBucket:
         return self.layout.view(self.flat, self.index[parameter])
 
     def stand_in(self, parameter: nn.Parameter) -> ShardedGradient | None:
-        """The `.grad` of a gradient that rests sharded, if users see it."""
+        """Stand-in for a sharded gradient in `.grad`, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
     @cached_property
     def spans(self) -> dict[nn.Parameter, slice]:
-        """Where this rank's pieces of the gradients lie in the shard."""
+        """Positions of this rank's pieces of the gradients in the shard."""
         mine = self.layout.pieces(self.group.rank())
         ends = accumulate(piece.numel for piece in mine)
         return {self.parameters[p.index]: slice(end - p.numel, end) for p, end in zip(mine, ends, strict=True)}
@@ -184,7 +184,7 @@ class GradBucket:
         return dropped
 
     def make_way(self, parameter: nn.Parameter) -> None:
-        """Finish before a gradient is added to `.grad`, which may lie in the buffer or stand for what rests sharded."""
+        """Finish before a gradient is added to `.grad`, which may lie in the buffer or stand for a sharded gradient."""
         self.finish()
         if not self.forget_dropped(parameter) and isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
+"""Layout of tensors in one flat buffer, of which each rank owns a slice, and grouping of parameters into buckets."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -45,7 +45,7 @@ class FlatLayout:
 
     @classmethod
     def pack(cls, tensors: Sequence[Tensor], num_shards: int = 1, granule: int = 1) -> "FlatLayout":
-        """In the given order, cut into equal slices, multiples of `granule` elements; the end is padded."""
+        """Layout in the given order, cut into equal slices, multiples of `granule` elements; the end is padded."""
         *offsets, end = accumulate((tensor.numel() for tensor in tensors), initial=0)
         slice_ = math.ceil(end / num_shards / granule) * granule
         cuts = tuple(slice_ * rank for rank in range(num_shards + 1))
@@ -53,7 +53,7 @@ class FlatLayout:
 
     @classmethod
     def whole(cls, tensors: Sequence[Tensor], num_shards: int) -> "FlatLayout":
-        """Cut between tensors: each, the largest first, goes to the rank that has the least so far."""
+        """Layout cut between tensors: each, the largest first, goes to the rank with the fewest elements so far."""
         load, owners = [0] * num_shards, [(0, 0)] * len(tensors)
         for index in sorted(range(len(tensors)), key=lambda i: (-tensors[i].numel(), i)):
             rank = load.index(min(load))
@@ -111,7 +111,7 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
 
 
 def refuse_shared_memory(named: Iterable[tuple[Tensor, str]]) -> None:
-    """Raises UserError for two tensors with elements in one memory, of which sharding would make two."""
+    """Raises UserError if two tensors share memory: sharding would make two independent copies."""
     ends: dict[int, tuple[int, str]] = {}  # by storage, the largest end so far, and whose it is
     for tensor, name in sorted(named, key=lambda each: each[0].storage_offset()):
         storage, start = tensor.untyped_storage()._cdata, int(tensor.storage_offset())

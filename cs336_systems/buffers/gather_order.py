@@ -18,8 +18,8 @@ Call = tuple[nn.Module, ShardedParameter]  # a layer, whose forward computes wit
 
 
 class GatherOrder:
-    """Weights are gathered up the list of calls in forward, down the list `back` in backward, AHEAD of their use (see
-    fsdp.py); a tied weight stands in both once for each of its layers. A layer comes before those inside it each way.
+    """Gathers weights in the order of `calls` in forward, and of `back` in backward, AHEAD layers before their use (see
+    fsdp.py). A tied weight is in both lists once for each of its layers, a layer before the layers inside it.
 
     Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
     not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.

@@ -69,7 +69,7 @@ class Replicas:
             self.options |= lines
 
     def checksum(self) -> int:
-        """Of all that must be equal on all ranks, small enough for an exact sum in float64."""
+        """Checksum of all that must be equal on all ranks, small enough for an exact sum in float64."""
         self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
         self.lines, self.options = ([*self.options], buffer_lines(self.module)), {}

@@ -5,7 +5,7 @@
     the same over columns          on the rows, which are whole
     anything else                  UserError: its result would be of this rank's rows alone
 
-Every rank must call what is done over all. The library itself works on the rows, under `raw()`.
+Every rank must call operations over all ranks. The library itself works on plain rows, under `raw()`.
 """
 
 import math
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class ShardTensor(Tensor):
-    """Rows of a tensor, which know which they are."""
+    """Rows of a tensor, with their position in the whole."""
 
     rows: Rows
 
@@ -113,7 +113,7 @@ def shards_in(args: Sequence[Any]) -> list[ShardTensor]:
 
 
 def refuse_other_rows(name: str, args: Sequence[Any]) -> None:
-    """Raises UserError for an element-wise operation of a shard and a plain tensor that has not as many rows."""
+    """Raises UserError for an element-wise operation of a shard and a plain tensor of another number of rows."""
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     for together in zip(*lists, strict=False) if lists else (args,):
         for shard in shards_in(together)[:1]:
@@ -129,8 +129,8 @@ def saved_rows(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
-    """Let tensors of an optimizer's state that came from a file know that they are rows, as those that it made do.
-    Raises UserError for another rank's."""
+    """Mark tensors of a loaded optimizer state as rows, like those that the optimizer makes itself.
+    Raises UserError for rows of another rank."""
     with raw():
         found = {key: v for key, v in state.items() if type(v) is Tensor and v.shape == shard.shape}
         for key, value in found.items():

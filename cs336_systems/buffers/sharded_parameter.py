@@ -145,7 +145,7 @@ class ShardedParameter:
         return any(each.untyped_storage()._cdata == self.flat.untyped_storage()._cdata for each in tensors)
 
     def promise_gradient(self, _: Tensor | None = None) -> None:
-        """Let a stand-in be the gradient until the mean is delivered: who drops it drops what is under way."""
+        """Put a stand-in into `.grad` until the mean is delivered; dropping it drops the gradient under way."""
         self.forget_dropped()
         with raw():
             if self.trainable and not isinstance(self.shard.grad, ShardedGradient):
@@ -153,7 +153,7 @@ class ShardedParameter:
                 self.shard.grad = ShardedGradient(self.shard, self.name, self.group)
 
     def take_back_promise(self) -> None:
-        """Let the gradient be what it was before the promise, for autograd to add to it."""
+        """Put back the gradient from before the promise, for autograd to add to it."""
         self.forget_dropped()
         with raw():
             if isinstance(self.shard.grad, ShardedGradient):

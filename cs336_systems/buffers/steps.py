@@ -1,4 +1,4 @@
-"""Optimizer steps over wrapped parameters: refused before the synchronisation, and where they would move nothing."""
+"""Checks of optimizer steps over wrapped parameters: refuse steps before the synchronisation or without effect."""
 
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, w
 
 @cache
 def watch_steps() -> None:
-    """Look at every optimizer's parameters before it steps, from now on."""
+    """Check every optimizer's parameters before each of its steps, from now on."""
     register_optimizer_step_pre_hook(_before_step)
 
 

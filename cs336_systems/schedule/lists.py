@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: GPipe, 1F1B, interleaved 1F1B, zero bubble and its V, with their closed forms.
+"""Pipeline schedules as data: GPipe, 1F1B, interleaved 1F1B, zero bubble (ZB-H1, ZBV), and their closed forms.
 
 A schedule is a list of actions per stage. All have a warm-up of forwards, a steady state in which forwards and
 backwards alternate, and a cool-down of backwards; they differ in the length of the warm-up. `pipeline.py` executes one

@@ -1,4 +1,4 @@
-"""Pipeline schedules played and drawn: when each action of each stage runs, and what stages keep."""
+"""Simulation and drawing of pipeline schedules: when each action of each stage runs, and how much stages keep."""
 
 import math
 from collections import Counter
