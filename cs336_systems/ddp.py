@@ -114,7 +114,7 @@ class DataParallel(Wrapper):
                 bucket.expect_all()
 
     def join(self, batches: Collection[Any]) -> Iterator[Any]:
-        """Yield this rank's batches, then None until the rank with the most is done. For None skip forward and backward,
+        """Yield this rank's batches, then None until the rank with most is done. For None, skip forward and backward,
         but synchronise and step with the others: this rank's gradients are zero. Every rank must call it."""
         counts = agree("the number of batches", str(len(batches)), self.group)
         yield from batches

@@ -4,7 +4,7 @@
     v = b2 v + (1 - b2) g^2
     p = (1 - lr decay) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-A pass over memory for every operation and a launch for every parameter would cost the time. So the kernel is given
+A pass over memory for every operation and a launch for every parameter would be slow. So the kernel is given
 tables of addresses instead of tensors: a program looks up which chunk of which parameter is its own. Parameters and
 gradients may be of half precision, the moments m and v are float32: b2 v + (1 - b2) g^2 with b2 = 0.999 changes v by
 less than bfloat16 can tell apart, so that v would stand still.

@@ -1,4 +1,4 @@
-"""Refusals: tensors that a kernel cannot take, and parameters and states that AdamW, written out or fused, cannot."""
+"""Checks that refuse tensors for kernels, and parameters and states for AdamW, whether in plain torch or fused."""
 
 import math
 from typing import Any

@@ -1,6 +1,6 @@
-"""Between torch and a Triton kernel: is Triton there, operators of torch, the launch.
+"""Launch of Triton kernels from torch: whether Triton is there, operators for torch.compile, the launch itself.
 
-Without Triton the files of kernels can be imported all the same, and `kernels.reference` computes in their place.
+Without Triton, the files in kernels/ can still be imported, and `kernels.reference` computes in their place.
 """
 
 import importlib

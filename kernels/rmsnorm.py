@@ -2,8 +2,8 @@
 
     y_j = w_j x_j r        with r = 1 / sqrt(mean_j(x_j^2) + eps)
 
-The time goes into reading x and writing y, so the row stays in registers between its two uses, which is all that plain
-torch misses. Rows too long for the registers are in `rmsnorm_wide.py`. A pre-norm block norms the sum x + residual and
+Reading x and writing y take the time. So a row stays in registers between its two uses, for which plain torch reads it
+twice. Rows too long for the registers are in `rmsnorm_wide.py`. A pre-norm block norms the sum x + residual and
 needs it again after the norm: with ADD the kernels write both at once, and backward adds the stream's gradient.
 """
 

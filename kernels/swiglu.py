@@ -2,7 +2,7 @@
 
     y = a s u    with a = gate, u = up and s = 1 / (1 + exp(-a))
 
-An element costs its transport. Forward reads two numbers and writes one; backward reads three and writes two, for it
+Memory traffic takes the time. Forward reads two numbers and writes one; backward reads three and writes two, for it
 computes s anew instead of keeping silu(gate), which plain torch writes and reads back, twice.
 """
 

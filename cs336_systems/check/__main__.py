@@ -17,7 +17,7 @@ from cs336_systems.host import console
 
 
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
-    """Checks of types alone: of the model that a function without parameters returns, or of what reduces gradients."""
+    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper."""
     from cs336_systems.check.candidates import load, load_file
     from cs336_systems.check.shadow import check_reduction
 

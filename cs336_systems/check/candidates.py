@@ -1,4 +1,4 @@
-"""Candidates: what is checked, behind one interface. Conventions of a user's class or functions are met halfway.
+"""Candidates for a check, behind one interface, which adapts to the conventions of a user's class or functions.
 
 A file may have a class or function that wraps a module, an optimizer class that shards, a training step, or the
 functions that the course's editions of 2024, 2025 and 2026 name in tests/adapters.py.
@@ -43,7 +43,7 @@ BATCH = ("model", "module", "net", "optimizer", "opt", "loss", "criterion", "los
 
 
 def nothing(model: Any, optimizer: Any) -> None:
-    """Nothing to do."""
+    """Do nothing."""
 
 
 def synchronise(model: Any, optimizer: Any) -> None:
@@ -130,7 +130,7 @@ class CandidateSide(Side):
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that a function has parameters for."""
+    """Select the offered arguments that a function has parameters for."""
     try:
         return {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
     except ValueError:
@@ -165,7 +165,7 @@ def ours(name: str) -> Candidate:
 
 
 def kind_of(target: Any, name: str = "") -> str:
-    """Kind that a class's or function's base, name and parameters tell; ddp if they tell nothing."""
+    """Guess the kind from a class's or function's base, name and parameters; ddp if they do not show it."""
     parameters = set(inspect.signature(target).parameters)
     name = (name or getattr(target, "__name__", "")).lower()
     if (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)) or "optimizer_cls" in parameters:
@@ -227,7 +227,7 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
 
 
 class Uncached(SourceFileLoader):
-    """Loader without __pycache__, where Python takes a file that changes twice within a second for its first text."""
+    """Loader without __pycache__, as Python would reuse the old code of a file that changes twice within a second."""
 
     def get_code(self, fullname: str) -> Any:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -26,14 +26,14 @@ DIED = "docs/troubleshooting.md#a-rank-died"
 
 
 def training(run: Any, steps: int = 3, **options: Any) -> Any:
-    """Ordinary steps; an option that is a function is asked for each step and rank."""
+    """Take ordinary steps; an option that is a function is called for each step and rank."""
     for step in range(steps):
         chosen = {key: value(step, run.rank) if callable(value) else value for key, value in options.items()}
         yield from run.train(step, **chosen)
 
 
 def accumulate(run: Any, quiet: bool) -> Any:
-    """Three backward passes a step: two in no_sync, or each with a synchronisation of its own."""
+    """Take three backward passes per step: two in no_sync, or each with a synchronisation of its own."""
     for step in range(2):
         for micro in range(3):
             if quiet and micro < 2:
@@ -46,7 +46,7 @@ def accumulate(run: Any, quiet: bool) -> Any:
 
 
 def clipped(run: Any) -> Any:
-    """Steps along gradients that are clipped to a small norm."""
+    """Take steps with gradients that are clipped to a small norm."""
     for step in range(2):
         run.backward(step)
         yield
@@ -55,7 +55,7 @@ def clipped(run: Any) -> Any:
 
 
 def reload(run: Any) -> Any:
-    """State is saved after a step, another step is made, and the state is loaded again."""
+    """Save the state after a step, take another step, and load the state again."""
     yield from run.train(0)
     saved = run.save()
     yield from run.train(1)
@@ -65,7 +65,7 @@ def reload(run: Any) -> Any:
 
 
 def die(run: Any) -> Any:
-    """The last rank ends after a step, without a word."""
+    """End the last rank silently after a step."""
     yield from run.train(0)
     if run.rank == run.world - 1:
         os._exit(0)
@@ -73,14 +73,14 @@ def die(run: Any) -> Any:
 
 
 def other_rate(run: Any) -> Any:
-    """Another learning rate on the last rank."""
+    """Use another learning rate on the last rank."""
     if run.rank == run.world - 1:
         run.optimizer.param_groups[0]["lr"] *= 0.5
     yield from training(run)
 
 
 def change(run: Any, action: Callable[[Any], object]) -> Any:
-    """Something is changed on all ranks after the first step."""
+    """Apply a change on all ranks after the first step."""
     yield from run.train(0)
     action(run)
     yield from run.train(1)
@@ -88,7 +88,7 @@ def change(run: Any, action: Callable[[Any], object]) -> Any:
 
 
 def replace_last(run: Any) -> None:
-    """A new Parameter with the old one's values, also in the optimizer."""
+    """Replace a Parameter by a new one with its values, also in the optimizer."""
     old = run.side.module.last.weight
     new = run.side.module.last.weight = nn.Parameter(old.detach().clone())
     for group in run.optimizer.param_groups:
@@ -96,7 +96,7 @@ def replace_last(run: Any) -> None:
 
 
 def twice(run: Any, graphs: int) -> Any:
-    """Two forward passes, then two backward passes; or two backward passes through one graph."""
+    """Run two forward passes, then two backward passes; or two backward passes through one graph."""
     for step in range(2):
         losses = [run.loss(2 * step + number) for number in range(graphs)]
         for number in range(2):
@@ -106,7 +106,7 @@ def twice(run: Any, graphs: int) -> Any:
 
 
 def bare(run: Any) -> Any:
-    """The bare module is called instead of its wrapper."""
+    """Call the bare module instead of its wrapper."""
     for step in range(2):
         inputs, targets = run.rows(step)
         run.backward_of(run.criterion(run.side.module(inputs), targets))
@@ -115,7 +115,7 @@ def bare(run: Any) -> Any:
 
 
 def retry(run: Any) -> Any:
-    """A backward pass fails on every rank, gradients are zeroed, and the batch is tried again."""
+    """Let a backward pass fail on every rank, zero the gradients, and repeat the batch."""
     for step in range(2):
         if step == 1:
             try:
@@ -156,7 +156,7 @@ def freeze(module: Any, rank: int, *names: str) -> None:
 
 
 def reorder(module: Any, rank: int) -> None:
-    """The last layers of equal shapes are registered in another order on rank 1."""
+    """Register the last layers of equal shapes in another order on rank 1."""
     if rank == 1:
         layers = module.deep._modules
         for name in sorted(layers, reverse=True):
@@ -210,7 +210,7 @@ class Case:
         run.data, run.part, run.criterion = self.data or run.data, self.part, self.criterion
 
     def of(self, kind: str) -> "Case":
-        """The case as a kind of candidate meets it: a sharded optimizer needs state; ranks of tensor parallelism have
+        """Adapt the case to a kind of candidate: a sharded optimizer needs state; ranks of tensor parallelism have
         equal rows."""
         if kind == "sharded-optimizer":
             adamw = {"lr": 0.05, "weight_decay": 0.1}

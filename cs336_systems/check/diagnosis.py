@@ -1,5 +1,5 @@
-"""Causes of wrong numbers, told from ratios: what a tensor would be under each mistake is computed from the reference's
-notes and compared with what the rank has."""
+"""Diagnosis of wrong numbers. What a tensor would be under each mistake is computed from the reference's notes and
+compared with the rank's tensor."""
 
 import tomllib
 from collections import Counter
@@ -21,7 +21,7 @@ PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a sli
 
 
 class Wrong(NamedTuple):
-    """A tensor that leaves its tolerance: who has it, by how much, and the cause that its ratio is the signature of."""
+    """A tensor outside of its tolerance: its rank, its error, and the cause that its values indicate."""
 
     key: Key
     rank: int
@@ -222,7 +222,7 @@ def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
 
 
 def moment(wrong: Wrong) -> tuple[int, int]:
-    """When a tensor comes about: by step, and within it first the loss, then gradients, their norm, and weights."""
+    """Order in which tensors are computed: by step, and within it the loss, gradients, their norm, and weights."""
     return wrong.key[0], ("buffer", "loss", "gradient", "norm", "weight").index(wrong.key[1])
 
 

@@ -1,4 +1,4 @@
-"""Exercises: files to fill in, without solutions, graded by the checks and by what else must be true of each."""
+"""Exercises: files to fill in, without solutions, graded by the checks and by further conditions of each."""
 
 from collections.abc import Callable
 from dataclasses import replace

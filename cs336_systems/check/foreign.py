@@ -1,4 +1,4 @@
-"""Wrappers of other systems by name, and their collectives made late: the one file of check/ that uses
+"""Wrappers of other systems by name, and delays of their collectives: the one file of check/ that uses
 torch.distributed, as a user's code does."""
 
 import inspect
@@ -18,7 +18,7 @@ Built = tuple[Any, Any]  # a model and its optimizer
 
 
 class Late:
-    """A collective that nothing does before somebody waits for it."""
+    """A collective that starts only when its result is waited for."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
@@ -29,11 +29,11 @@ class Late:
         return self._work.wait(*arguments)
 
     def is_completed(self) -> bool:
-        """False until somebody has waited."""
+        """True once the collective has been waited for."""
         return self._work is not None
 
     def get_future(self) -> Any:
-        """The future of the collective, which begins now: who asks for it will wait for it."""
+        """Start the collective and return its future, on which the caller waits."""
         self._work = self._work or self._start()
         return self._work.get_future()
 
@@ -47,7 +47,7 @@ def collectives() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def late_collectives() -> Iterator[None]:
-    """The slowest of networks for those who call torch.distributed's functions: a race is lost every time."""
+    """Delay asynchronous collectives of torch.distributed until they are waited for, so that a missing wait shows."""
     dist, real = import_module("torch.distributed"), collectives()
     for name, function in real.items():
         setattr(dist, name, _late(function))

@@ -1,4 +1,4 @@
-"""Exercises that are functions, not wrappers: what must be true of each, asserted on forked ranks."""
+"""Exercises that are functions, not wrappers: the conditions that each must meet, asserted on forked ranks."""
 
 import math
 import os
@@ -32,7 +32,7 @@ Probe = Callable[[ModuleType, Group], None]
 
 
 class BrokenPromiseError(AssertionError):
-    """Something that an exercise says must be true, and is not."""
+    """A condition of an exercise is not met."""
 
 
 def hold(is_true: bool, says: str) -> None:

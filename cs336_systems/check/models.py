@@ -1,4 +1,4 @@
-"""A small model with awkward parameters, its batches, and one rank's side of a training program over them.
+"""A small model with awkward parameters, its batches, and one rank's part of a training program over them.
 
 A program is a generator over a `Run`; where it yields, the ranks' gradients are synchronised.
 """
@@ -94,7 +94,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Replica(nn.Module):
-    """The oracle's wrapper, which does nothing but have the wrappers' methods."""
+    """Wrapper of the reference: it has the wrappers' methods, which do nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Replica(nn.Module):
 
 @dataclass
 class Run:
-    """One rank's side of a training run."""
+    """One rank's part of a training run."""
 
     model: Any
     optimizer: Any

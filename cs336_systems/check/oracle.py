@@ -18,7 +18,7 @@ Key = tuple[int, str, str]  # step, kind of tensor, name
 
 @dataclass
 class Notes:
-    """Tensors of one rank in the order in which they came about, by (step, kind, name), and their dtypes.
+    """Tensors of one rank in the order in which they were computed, by (step, kind, name), and their dtypes.
 
     Kinds: weight, buffer, loss, gradient, norm; of the reference also local (a rank's own gradient before the mean) and
     part (of a single backward pass). The first weights are of step -1.
@@ -39,7 +39,7 @@ class Notes:
 
 
 class Side:
-    """Access to what a rank has: whole weights and whole gradients by the bare module's names."""
+    """Access to a rank's whole weights and whole gradients, by the bare module's names."""
 
     traced = False  # a note of each backward pass's own gradients
 

@@ -33,7 +33,7 @@ SAID = 160  # characters of an error that are kept
 
 @contextmanager
 def clean_torch() -> Iterator[None]:
-    """Double precision by default, one thread, seeds; as before afterwards."""
+    """Set double precision, one thread and seeds inside the block, and restore the settings after it."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
@@ -134,12 +134,12 @@ class CandidateRun(ObservedRun):
             self.candidate.finish(self.model, self.optimizer)
 
     def loss(self, step: int, **options: Any) -> Any:
-        """The loss, after what is to be done before a batch."""
+        """Compute the loss, after the candidate's preparation for a batch."""
         self.candidate.before(self.model, self.optimizer)
         return super().loss(step, **options)
 
     def train(self, step: int, **options: Any) -> Iterator[None]:
-        """An ordinary step, or the user's training step."""
+        """Take an ordinary step, or the user's training step."""
         if self.candidate.kind != "step":
             yield from super().train(step, **options)
             return
@@ -157,7 +157,7 @@ class CandidateRun(ObservedRun):
 
 
 def _write(path: Path, notes: Notes) -> None:
-    """All tensors as one flat array, and what else is needed to take them apart."""
+    """Write all tensors as one flat array, with the shapes and names that are needed to split it."""
     tensors = list(notes.tensors.values())
     flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)])
     flat.numpy().tofile(f"{path}.numbers")

@@ -142,7 +142,7 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
 
 
 def _expected(case: Case) -> Case:
-    """The case that the ranks' numbers are compared with: where an error is expected, ordinary training."""
+    """Return the case whose numbers are the reference: ordinary training where an error is expected."""
     return replace(case, program=FIRST.program, prepare=FIRST.prepare) if case.error else case
 
 
@@ -200,7 +200,7 @@ def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdi
 
 
 def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:
-    """Where the program cannot be carried out: right if every rank that is left says so."""
+    """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
     case = evidence.case
     left = errors[:-1] if case.name == "a rank that dies" else errors
     if HUNG in left:
@@ -212,5 +212,5 @@ def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:
 
 
 def is_lost(error: str) -> bool:
-    """True for an error that only says that another rank has gone."""
+    """True for an error that says only that another rank has ended."""
     return any(words in error for words in ("onnection", "CommError", "closed", HUNG))

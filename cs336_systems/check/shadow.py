@@ -1,4 +1,4 @@
-"""Shadow memory: the type over a group's ranks of each element of each tensor, while one rank runs alone.
+"""Shadow memory: the type of each element of each tensor over a group's ranks, found by running one rank alone.
 
     R  Replicate  equal on all ranks    V  Varying  each rank has its own    P  Partial  of this rank's rows alone
 
@@ -46,11 +46,11 @@ FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their fir
 
 
 class RefusedError(UserError):
-    """A tensor of another type than is needed: where, on which axis, both types, and the collective that is missing."""
+    """A tensor has another type than its use needs: the place, the axis, both types, and the missing collective."""
 
 
 class MessagesError(UserError):
-    """A collective or message whose result has no type, since what it is for is not known."""
+    """A collective or message whose result has no type, since its purpose is not known."""
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -80,7 +80,7 @@ class Shadow(TorchDispatchMode):
             return int(self.types(x).max()) if x.numel() else R
 
     def give(self, x: Tensor, letter: int) -> Tensor:
-        """x, whose elements have the type from now on."""
+        """Give x's elements a type, and return x."""
         with _disable_current_modes():
             self.types(x).fill_(letter)
         return x

@@ -1,4 +1,4 @@
-"""Names that a command line may give, kinds of candidates, and exercises: what is known without loading torch."""
+"""Names that a command line may give, kinds of candidates, and exercises, read without loading torch."""
 
 import tomllib
 from pathlib import Path
@@ -23,7 +23,7 @@ def exercise(name: str) -> dict[str, Any]:
 
 
 def require_target(target: str) -> None:
-    """Raises UserError for what names neither a Python file nor a wrapper of this library or of another system."""
+    """Raises UserError for a name that is neither a Python file nor a wrapper of this library or of another system."""
     path, _, name = target.partition(":")
     if target in FOREIGN:
         require_installed(target)

@@ -1,4 +1,4 @@
-"""How far two right answers may lie apart, derived and never tuned."""
+"""Tolerances: how far two right answers may differ, derived and never tuned."""
 
 import math
 

@@ -69,7 +69,7 @@ class _Watch(TorchFunctionMode):
             raise self.refusal(what, have, types[0])
 
     def stamp(self, x: Tensor, letter: str) -> Tensor:
-        """x, which has the type from now on. Raises SpmdTypeError if it has another."""
+        """Give x a type, and return x. Raises SpmdTypeError if it has another."""
         return self.spmd.assert_type(x, {self.group: getattr(self.spmd, letter)})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ class _Watch(TorchFunctionMode):
         return y
 
     def follow(self, module: nn.Module, stack: ExitStack) -> None:
-        """Know which module runs."""
+        """Note which module runs."""
         for name, each in module.named_modules():
             if name:
                 before = each.register_forward_pre_hook(lambda *_, name=name: self.where.append(name), prepend=True)

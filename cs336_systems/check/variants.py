@@ -1,4 +1,4 @@
-"""The reverse of an exercise: a student's own tests, which must pass on their file and fail on broken variants of it.
+"""Grading of a student's own tests, which must pass on their file and fail on broken variants of it.
 
 Variants are made around the student's own code. A test runs on every rank; it is given what it has parameters for.
 """
