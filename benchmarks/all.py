@@ -1,4 +1,4 @@
-"""Everything that the write-up needs of this machine, in one command that goes on where it stopped:
+"""All measurements that the write-up needs from this machine, in one command that can be stopped and continued:
 `python -m benchmarks.all`.
 
 Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, of which commit, and
@@ -41,7 +41,7 @@ def chosen(settings: AllSettings) -> list[Benchmark]:
 
 
 def show(outcomes: Iterable[Outcome], head: str) -> None:
-    """A table of benchmarks: how each went or will go, under that head, and how long it takes."""
+    """Print a table of benchmarks: the state of each, under the heading `head`, and its duration."""
     found, table = list(outcomes), Table()
     columns = ["command", head, "time", *["remark"] * any(done.remark for done in found)]
     for column in columns:
@@ -53,7 +53,7 @@ def show(outcomes: Iterable[Outcome], head: str) -> None:
 
 
 def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> None:
-    """Print what will be measured and how long that takes, and what is left out."""
+    """Print which benchmarks will be measured, how long they take, and which are left out."""
     planned = [skipped(run, settings, journal) or Outcome(run, "to measure") for run in runs]
     planned = [replace(each, seconds=journal.seconds(each.run)) for each in planned]
     todo = [each.seconds for each in planned if each.status == "to measure"]

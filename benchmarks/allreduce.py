@@ -1,4 +1,4 @@
-"""How long does an all-reduce take? `python -m benchmarks.allreduce`, or under torchrun, with the ranks it starts."""
+"""Time of an all-reduce: `python -m benchmarks.allreduce`, or under torchrun, with the ranks that it starts."""
 
 import sys
 from dataclasses import replace
@@ -60,7 +60,7 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
 
 
 def cannot(backend: Backend, place: Place) -> str:
-    """Why a backend cannot serve these ranks, empty if it can."""
+    """Return the reason why a backend cannot serve these ranks, empty if it can."""
     gpus = torch.cuda.device_count()
     if backend == "shm" and not (place.one_machine and can_share()):
         return "shm joins ranks of one machine, Linux on x86-64"

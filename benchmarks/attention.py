@@ -1,4 +1,4 @@
-"""How fast is attention, kernel by kernel, and how much does it keep? `python -m benchmarks.attention --grid flash`."""
+"""Time of attention, kernel by kernel, and bytes that it keeps: `python -m benchmarks.attention --grid flash`."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -173,7 +173,7 @@ def names_for(session: Session, grid: str) -> list[str]:
 
 
 def gate_ours(session: Session, tasks: list[AttentionTask]) -> str:
-    """Our kernel through the gate on short sequences: the error, and on what. Raises WrongResultError, and
+    """Check our kernel on short sequences; returns the error and the shapes. Raises WrongResultError, and
     UnavailableError for a dim that the kernel cannot do."""
     kinds, dim = dict.fromkeys((task.dtype, task.causal) for task in tasks), min(task.dim for task in tasks)
     few, error = [AttentionTask("gate", 1, 32, dim, dtype, causal) for dtype, causal in kinds], 0.0
@@ -202,7 +202,7 @@ def heading(record: Record) -> str:
 
 
 def show(session: Session) -> None:
-    """The table, what is suspect or missing, and how far the leaderboard is."""
+    """Print the table, suspect or missing results, and the distance to the leaderboard."""
     dtypes = dict.fromkeys(record.config["dtype"] for record in session.records)
     rates = [f"{dtype} {format_count(session.hardware(dtype).matmul_flops)}FLOP/s" for dtype in dtypes]
     show_table(session, COLUMNS, f"{CAPTION}\nLargest matrix products: {', '.join(rates)}.", heading, cells)

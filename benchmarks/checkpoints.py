@@ -2,7 +2,7 @@
 
 Saving and loading, PyTorch's distributed checkpoints (DCP) and a plain `torch.save` by rank 0 take turns on the same
 ranks with the same state: a model and its AdamW state after a step. Every candidate's checkpoint is first loaded again
-and compared bit by bit. Only ours looks for damage when it loads.
+and compared bit by bit. Only ours verifies the files when it loads.
 """
 
 import sys

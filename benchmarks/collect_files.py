@@ -1,4 +1,4 @@
-"""Traces that ranks wrote on machines of their own, brought to rank 0's."""
+"""Transfer of traces that ranks wrote on other machines to rank 0's machine."""
 
 from pathlib import Path
 

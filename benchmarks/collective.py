@@ -87,7 +87,7 @@ class AllReduceJob:
     paths: tuple[Path, ...]
 
     def record(self, place: Place, nbytes: int, stamp: dict[str, Any]) -> Record:
-        """The record of one size before anything is known of it. `stamp` is the machine's environment."""
+        """Make the record of one size, still without results. `stamp` is the machine's environment."""
         config = {
             "ranks": place.world_size,
             "nodes": place.world_size // place.local_world_size,
@@ -100,7 +100,7 @@ class AllReduceJob:
         return Record("allreduce", config, stamp | {"world_size": place.world_size, "backend": self.backend})
 
     def keep(self, record: Record) -> None:
-        """Append at once, so that what was measured outlives what fails later."""
+        """Append a record at once, so that it is kept if a later measurement fails."""
         for path in self.paths:
             append_record(record, path)
 
@@ -167,7 +167,7 @@ def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor | None:
 
 
 def room(group: Group, device: torch.device) -> int:
-    """Bytes of tensors that every rank can count on; ranks of one machine, or of one GPU, share its memory evenly."""
+    """Bytes of tensors that fit on every rank, if ranks of one machine, or of one GPU, share its memory evenly."""
     index = torch.cuda.current_device() if device.type == "cuda" else 0
     answers = agree("room", f"{socket.gethostname()}:{index} {usable_memory(device)}", group)
     owners = [answer.split()[0] for answer in answers]

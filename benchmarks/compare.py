@@ -1,4 +1,4 @@
-"""Which variant of a model is faster? Two or more take turns, A B A B, and the ratio is taken pair by pair.
+"""Comparison of variants of a model: two or more take turns, A B A B, and the ratio is taken pair by pair.
 
 `python -m benchmarks.compare --size small --mode forward norm=rmsnorm norm=layernorm precision=bf16,attention=sdpa`
 """
@@ -30,7 +30,7 @@ CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", 
 @click.command()
 @console.options(PassSettings)
 def parser(**settings: Any) -> None:
-    """The options of e2e once more, to read those of a variant."""
+    """Make a parser with the options of e2e, to read those of a variant."""
 
 
 def parse_variant(text: str, settings: PassSettings) -> PassSettings:

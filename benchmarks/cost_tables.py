@@ -1,4 +1,4 @@
-"""The tables of docs/cost.md: machines, constants, published runs, and how far this project's own predictions were off.
+"""The tables of docs/cost.md: machines, constants, published runs, and errors of this project's predictions.
 
 All but the last are computed; nothing is measured here.
 """
@@ -62,7 +62,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int
 
 
 def machines_table() -> str:
-    """The presets, and where their figures are from."""
+    """Table of the machine presets, and the sources of their figures."""
 
     def row(system: System) -> tuple[str, ...]:
         return (
@@ -93,7 +93,7 @@ def machines_table() -> str:
 
 
 def constants_table() -> str:
-    """Constants that data sheets do not give."""
+    """Table of constants that data sheets do not give."""
     rows = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
     return markdown(("constant", "meaning", "value"), rows, 1)
 

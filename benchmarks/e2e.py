@@ -1,4 +1,4 @@
-"""How long do a forward pass, a backward pass and a training step take? `python -m benchmarks.e2e --size xl`."""
+"""Times of a forward pass, a backward pass and a training step: `python -m benchmarks.e2e --size xl`."""
 
 import sys
 from collections.abc import Iterator
@@ -58,9 +58,9 @@ def gate(size: str, case: Case) -> None:
 
 
 def measure_size(bench: Bench, size: str, case: Case) -> Iterator[Record]:
-    """Gate, build, time and record one size, each mode as soon as it is known; those that do not fit come last.
+    """Check, build, time and record one size, each mode as soon as it is known; modes that do not fit come last.
 
-    Without a warm-up the gate comes after and holds the figures back: before, it would warm the machine up.
+    Without a warm-up, the check comes after the timing, which it would warm up, and before the figures are shown.
     """
     queue, warmup, measured = list(bench.plan(case).items()), bench.settings.warmup, []
     if queue and warmup:

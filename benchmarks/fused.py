@@ -1,4 +1,4 @@
-"""How close do the fused kernels come to a copy, or to matrix products alone? `python -m benchmarks.fused`."""
+"""Times of fused kernels beside a copy, or beside matrix products alone: `python -m benchmarks.fused`."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class FusedSettings(KernelSettings):
         return [task for row in zip_longest(*columns, fillvalue=[]) for tasks in row for task in tasks]
 
     def why_idle(self, device: torch.device) -> str:
-        """Why there is nothing to measure, empty if there is."""
+        """Return the reason why there is nothing to measure, empty if there is something."""
         kernels, names = list(dict.fromkeys(task.kernel for task in self.tasks(device))), self.kernels()
         if not kernels:
             dtypes = {name: (None, *KERNELS[name].dtypes) for name in names}
@@ -127,7 +127,7 @@ def hold(session: Session, task: FusedTask) -> None:
 
 
 def key(name: str, task: FusedTask) -> str:
-    """Under which name `Patience` remembers how slow a candidate is."""
+    """Name under which `Patience` remembers how slow a candidate is."""
     return f"{name} {task.kernel} {task.what} {task.dtype}"
 
 
@@ -164,12 +164,12 @@ def names_for(session: Session, task: FusedTask) -> list[str]:
 
 
 def all_candidates() -> list[str]:
-    """Every name of a candidate, whichever kernel it stands in for."""
+    """Names of the candidates of all kernels."""
     return list(dict.fromkeys(chain.from_iterable(kernel.candidates for kernel in KERNELS.values())))
 
 
 def gate_ours(session: Session, tasks: list[FusedTask]) -> str:
-    """Our kernels through the gate on tiny shapes: which passed. Those that did not are the session's faults."""
+    """Check our kernels on tiny shapes; returns those that passed. Failures are added to the session's faults."""
     errors: dict[str, float] = {}
     for task in dict.fromkeys(replace(task, sizes=KERNELS[task.kernel].interpreted) for task in tasks):
         kernel = KERNELS[task.kernel]

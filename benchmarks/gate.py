@@ -1,4 +1,4 @@
-"""The correctness gate of whole models: no speed is reported for a model that computes something else."""
+"""The check of whole models before timing (the gate): no speed is reported for a model whose results are wrong."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.
 
 @torch.no_grad()
 def make_it_matter(model: TransformerLM) -> None:
-    """Draw weights with which every part of the model moves the loss; fresh ones leave attention nearly uniform."""
+    """Draw weights with which every part of the model affects the loss; fresh ones leave attention nearly uniform."""
     for p in model.parameters():
         if p.dim() >= 2:
             p.normal_(std=p.shape[-1] ** -0.5)

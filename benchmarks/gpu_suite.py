@@ -1,4 +1,4 @@
-"""The GPU edition of `benchmarks.all`, under the name that it had: `python -m benchmarks.gpu_suite`."""
+"""The GPU edition of `benchmarks.all`, under its earlier name: `python -m benchmarks.gpu_suite`."""
 
 import sys
 

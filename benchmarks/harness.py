@@ -1,4 +1,4 @@
-"""Measure: warm up, keep every sample, interleave what is compared, and trust nothing that is wrong or too fast."""
+"""Measurement: warm up, keep every sample, interleave what is compared, reject results that are wrong or too fast."""
 
 import statistics
 import time
@@ -111,7 +111,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Let candidates, each of which measures itself once and returns its milliseconds, take turns: A B A B.
 
-    Whatever slows the machine meets all of them, so the ratio of two samples of one round is what survives noise.
+    A disturbance of the machine affects all of them, so ratios within a round are more reliable than times.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -147,7 +147,7 @@ def noise(summary: Mapping[str, float]) -> list[str]:
 
 
 class WrongResultError(UserError):
-    """A candidate computes something else than its reference; its speed means nothing."""
+    """A candidate's result differs from its reference, so its speed means nothing."""
 
 
 def require_close(name: str, candidate: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:

@@ -1,4 +1,4 @@
-"""Markdown tables of the kernels' records: how far each goal is, and how the candidates compare, shape by shape."""
+"""Markdown tables of the kernels' records: the distance to each goal, and the candidates shape by shape."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

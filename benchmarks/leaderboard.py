@@ -1,4 +1,4 @@
-"""The course's two leaderboards, timed as their rules say: `python -m benchmarks.leaderboard`.
+"""Times of the course's two leaderboard tasks, measured by their rules: `python -m benchmarks.leaderboard`.
 
 2025: attention forward and backward, 16 heads x 16,384 x 64, bf16, causal, on one H100. 2026: a training step of an 8B
 model at a context of 32,768, batch 2, on two B200; here on one GPU, with as many of its layers as that holds.

@@ -1,7 +1,7 @@
-"""How long can a sequence be? Context parallelism, three ways, beside one rank: `python -m benchmarks.long_context`.
+"""Long sequences: three kinds of context parallelism beside one rank: `python -m benchmarks.long_context`.
 
 Every length is trained by one rank and by context-parallel ranks with the real loop, turn by turn: time of a step, peak
-memory of a rank, bytes that it sends for attention. What does not learn the losses of one rank gets no speed.
+memory of a rank, bytes that it sends for attention. A layout whose losses differ from one rank's gets no speed.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""How much memory do a forward pass and a training step need, and for what? `python -m benchmarks.memory --size small`.
+"""Memory of a forward pass and of a training step, by use: `python -m benchmarks.memory --size small`.
 
 The figures are bytes of tensors: on a CPU added up from every allocation of one profiled pass, on a GPU the allocator's
-own maximum. Instead of the peaks, `--residuals` shows what is kept for backward and `--segments` how best to recompute.
+own maximum. Instead of peaks, `--residuals` lists tensors kept for backward, `--segments` the best way to recompute.
 """
 
 import gc
@@ -97,7 +97,7 @@ class Peak:
 
     @property
     def seconds(self) -> float:
-        """How long it should take: a step is run twice, since the first makes the optimizer's state."""
+        """Predicted seconds: a step is run twice, since the first makes the optimizer's state."""
         return self.bench.seconds(self.case, self.passes) * (2 if self.mode == "step" else 1)
 
 
@@ -129,7 +129,7 @@ def profiled(case: Case, mode: Mode) -> MemoryTimeline:
 
 
 def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
-    """The metrics of one pass: its peak in bytes and, where every allocation is seen, what it consists of."""
+    """The metrics of one pass: its peak in bytes and, where every allocation is seen, the parts of the peak."""
     if case.device.type != "cuda":
         found = profiled(case, mode)
         return {"peak_memory_bytes": found.peak, "memory_by_part": found.at_peak}
@@ -168,7 +168,7 @@ def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]
 
 
 def measure(run: Peak, year: int) -> Record:
-    """Measure, or say that there is no room and what was predicted."""
+    """Measure a run, or record that it does not fit, with the prediction."""
     config, figures = record_config(run.size, year, run.mode, run.case), predicted(run)
     missing = Record("memory", config, run.bench.environment, predicted=figures, status="out-of-memory")
     if not run.fits:
@@ -234,7 +234,7 @@ def make_runs(settings: MemorySettings, cases: list[tuple[str, Case]], benches: 
 
 
 def show_plan(runs: list[Peak], usable: int) -> None:
-    """Say what will be run, what does not fit, and how long it should take, building apart."""
+    """Print which runs fit, which do not, and how long they should take, without building models."""
     out = console.console()
     for run in runs:
         parts = run.bench.predicted(run.case, run.passes)["memory_by_part"]

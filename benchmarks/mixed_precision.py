@@ -1,7 +1,7 @@
 """Two lessons on mixed precision: `python -m benchmarks.mixed_precision accumulation`, and `dtypes`.
 
-What a thousand additions of 0.01 come to in each number format and why, and which dtype has every part of a model under
-autocast. Facts of the arithmetic and of torch, not timings: a record has no samples.
+The first explains the sum of a thousand additions of 0.01 in each number format, the second lists the dtype of every
+part of a model under autocast. Both are facts, not timings: a record has no samples.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""How well, how fast, and where does the time go? A mixture of experts as a language model, evaluated over several
-ranks: `python -m benchmarks.moe_eval --nproc 4 --device cpu`.
+"""Evaluation of a mixture of experts as a language model over several ranks, with its speed and profile:
+`python -m benchmarks.moe_eval --nproc 4 --device cpu`.
 
-What fairseq's eval_lm does (branch moe): the loss in bits and the perplexity over blocks of a text, with the experts
+Like fairseq's eval_lm (branch moe), it computes loss in bits and perplexity over blocks of a text, with the experts
 split over the ranks. `--moe einsum` computes as it does and counts its operators beside a published profile; `--moe
 both` lets the sorted formulation take turns with it. Weights are random, by --seed: only times and counts matter.
 """
@@ -147,7 +147,7 @@ class MoEEvalSettings(ExpertOptions):
 
 
 def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
-    """Every formulation's results; they take turns batch by batch, so that what slows the machine meets all of them."""
+    """Results of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
     variants = settings.variants()
     for _ in range(settings.warmup):
         for dispatch in variants:
@@ -210,7 +210,7 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
 
 
 def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
-    """Print and write what rank 0 knows of all."""
+    """Print and write the results of all ranks, on rank 0."""
     blocks, config, out = scorer.blocks, scorer.config, console.console()
     weights = "random weights" if settings.seed == 0 else f"random weights, seed {settings.seed}"
     print(

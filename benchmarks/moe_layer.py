@@ -1,9 +1,9 @@
-"""Cost of one expert layer, sorted and one-hot: `python -m benchmarks.moe_layer`, or under torchrun.
+"""CPU time of an expert layer with sorted and with one-hot dispatch: `python -m benchmarks.moe_layer`, or torchrun.
 
 Both have the same weights, tokens and slots and give the same result; a layer without a capacity stands beside them.
-All take turns on the same ranks. What is compared is CPU time: of all threads of a rank's process, the kernel's work
-for it included. Time by the clock has also what other processes take of the cores, what ranks wait for each other, and
-how many ranks share a core, which is no property of the formulation.
+All take turns on the same ranks. CPU time is compared: that of all threads of a rank's process, including the kernel's
+work for it. Wall time would also count other processes on the cores, waiting for other ranks, and ranks that share a
+core, which are no properties of the formulation.
 """
 
 import sys
@@ -64,8 +64,8 @@ class MoELayerSettings(LayerSettings):
 
 
 def check(bench: Bench, ways: list[Way]) -> float:
-    """The gate: what is timed, as it will be timed if the one-hot formulation has room for it, and with a single slot
-    an expert, which drops tokens. Returns the largest relative error. Raises WrongResultError."""
+    """The gate: check the layer as it will be timed, if the one-hot tensors fit into memory, and with a single slot per
+    expert, which drops tokens. Returns the largest relative error. Raises WrongResultError."""
     einsum, sort, dropless = ways
     errors = [bench.check(sort, bench.tokens), bench.check(dropless)]
     # As many tokens as the gate looks at with the slots of `einsum`; a share of 1 / tokens is one slot.

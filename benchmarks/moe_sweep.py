@@ -1,9 +1,9 @@
-"""How do experts, their capacity and ranks change what an expert layer costs? `python -m benchmarks.moe_sweep`.
+"""CPU time of expert layers over number of experts, capacity and ranks: `python -m benchmarks.moe_sweep`.
 
-Every cell of the grid is one layer (see `moe_layer.py`), sorted and, where its tensors are not too large, one-hot.
-All cells of a number of ranks take turns. Each rank has the same number of tokens in all of them. A random router is
-nearly balanced on random tokens, and would drop next to nothing; `--skew` gives all tokens something in common, and so
-some experts more work than others, as real text does.
+Each setting of the grid is one layer (see `moe_layer.py`), sorted and, where its tensors are not too large, one-hot.
+All settings of a number of ranks take turns. Each rank has equally many tokens in all of them. A random router is
+nearly balanced on random tokens and drops hardly any. `--skew` adds a common part to all tokens, so that some experts
+get more work than others, as with real text.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""How close do RMSNorm and LayerNorm come to the speed of a copy? `python -m benchmarks.norms`."""
+"""Times of RMSNorm and LayerNorm beside that of a copy: `python -m benchmarks.norms`."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -142,7 +142,7 @@ def measured(
 
 
 def gate_ours(session: Session, shapes: list[Shape]) -> str:
-    """Our kernel through the gate on a few rows: the error, and on what. Raises WrongResultError."""
+    """Check our kernel on a few rows; returns the error and the shapes. Raises WrongResultError."""
     error, columns = 0.0, min(shape.columns for shape in shapes)
     for what, dtype in dict.fromkeys((shape.what, shape.dtype) for shape in shapes):
         few = Shape(8, columns, dtype, what)

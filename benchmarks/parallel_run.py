@@ -63,7 +63,7 @@ class ParallelSettings(RecordOptions):
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """The settings, the ranks that they meet, and how fast those compute and communicate."""
+    """The settings, the ranks, and the measured speed at which they compute and communicate."""
 
     settings: ParallelSettings
     config: ModelConfig
@@ -166,7 +166,7 @@ def worker_run(
     show: Callable[[ParallelRun, list[Record]], None],
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
-    """One rank's life: gate, probe, what is to be done `before` timing, turns; rank 0 then records and prints."""
+    """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
     device, config = choose_device(settings.device), settings.config()
     gc.freeze()  # torch's half a million objects would be looked through before every turn
     with distributed(device, settings.backend, settings.timeout, place) as group:

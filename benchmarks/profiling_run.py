@@ -1,7 +1,7 @@
-"""Where do the time of a step and its memory go? `python -m benchmarks.profiling_run --size tiny --nproc 2`.
+"""Profile of a step's time and memory on every rank: `python -m benchmarks.profiling_run --size tiny --nproc 2`.
 
-Profiles some steps of every rank and leaves in --out one trace for all ranks, operator tables, a flame graph, a memory
-timeline, how much communication was hidden, and a picture of all lanes.
+Profiles some steps of every rank and writes to --out one trace for all ranks, operator tables, a flame graph, a memory
+timeline, the overlap of communication with computation, and a picture of all ranks.
 """
 
 import sys
@@ -78,7 +78,7 @@ class ProfilingSettings(ModelOptions):
         return wrapper
 
     def folder(self, ranks: int) -> Path:
-        """Where everything goes."""
+        """Folder for the output."""
         return self.out or Path("runs/profile") / f"{self.size}-{self.chosen(ranks)}"
 
 

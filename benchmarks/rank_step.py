@@ -1,6 +1,6 @@
-"""Time of a step of a layout, from what its ranks were observed to do: FLOPs at the device's peak, element-wise work at
-its bandwidth, a start of each operator, first touch of new memory, every transfer over one link, and the schedule
-played through by `schedule.simulate`.
+"""Prediction of a layout's step time from observed counts of its ranks: FLOPs at the device's peak, element-wise work
+at its bandwidth, launches of operators, first touch of new memory, transfers over one link, and the pipeline schedule
+as `schedule.simulate` runs it.
 
 Transfers of tensor, expert and context parallelism wait, those between stages travel while stages compute, and the
 reductions of gradients hide behind the last microbatch's backward.

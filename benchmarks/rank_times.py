@@ -1,4 +1,4 @@
-"""Times of what several ranks do together, of which the slowest rank's counts."""
+"""Times of operations that several ranks run together; the slowest rank's counts."""
 
 from collections.abc import Callable, Sequence
 

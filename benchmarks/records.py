@@ -1,4 +1,4 @@
-"""Records: one JSON line a measurement, the only bridge between measuring and reporting."""
+"""Records: one JSON line per measurement. Reports read only these, and measure nothing."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""How does training scale over layouts of tensor, pipeline and data parallelism? `python -m benchmarks.scaling`.
+"""Scaling of training over layouts of tensor, pipeline and data parallelism: `python -m benchmarks.scaling`.
 
-Every layout of a grid trains the same model with the real loop, turn by turn; a layout whose losses are not those of
+Every layout of a grid trains the same model with the real loop, in turn; a layout whose losses differ from those of
 one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the same tables of Megatron-LM's logs.
 """
 

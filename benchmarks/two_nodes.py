@@ -1,8 +1,8 @@
 """A slow link between two nodes, simulated on this machine: `python -m benchmarks.two_nodes -- FILE.py ARGUMENTS`.
 
 Two network namespaces, joined by a pair of virtual Ethernet devices whose rate is limited on both ends, and a torchrun
-in each. The nodes share this machine's cores and memory, so nothing but the link is that of two nodes, and the command
-is told so: it gets `--link` with words for its records.
+in each. The nodes share this machine's cores and memory, so only the link is like that of two nodes. The command gets
+a `--link` option that describes it, for its records.
 """
 
 import os
@@ -110,7 +110,7 @@ def limit(name: str, device: str, settings: TwoNodesSettings) -> None:
 
 
 def join(names: list[str], settings: TwoNodesSettings) -> None:
-    """Lay the wire between two namespaces, limited at both ends."""
+    """Join two namespaces by a link that is limited at both ends."""
     ends = ["ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1]]
     tool(*ends)
     for number, name in enumerate(names, 1):
@@ -150,7 +150,7 @@ def finish(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill each torchrun that is left, without its farewell of thirty lines; its ranks go with the namespace."""
+    """Kill each remaining torchrun, before it prints thirty lines; its ranks end with the namespace."""
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal that would end this process at once ends it as ^C does, after it has cleaned up."""
+    """Handle a signal like ^C, so that the process cleans up before it ends."""
     raise KeyboardInterrupt
 
 
