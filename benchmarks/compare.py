@@ -1,4 +1,4 @@
-"""Comparison of variants of a model: two or more take turns, A B A B, and the ratio is taken pair by pair.
+"""Comparison of variants of a model: two or more take turns, A B A B; ratios of times are taken pair by pair.
 
 `python -m benchmarks.compare --size small --mode forward norm=rmsnorm norm=layernorm precision=bf16,attention=sdpa`
 """

@@ -1,1 +1,1 @@
-"""Plumbing that several questions share: measuring, records, tables and pictures."""
+"""Code that several benchmarks share: measuring, records, tables and pictures."""

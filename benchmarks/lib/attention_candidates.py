@@ -77,7 +77,7 @@ def peak_bytes(name: str, task: AttentionTask) -> int:
 
 
 def load_eager(task: AttentionTask, device: torch.device) -> Function:
-    """The course's attention, all scores kept. A batch of single heads is given as heads of one sequence."""
+    """Load the course's attention, which keeps all scores; a batch of single heads becomes heads of one sequence."""
     bias = None
     if task.causal:
         dtype = DTYPES[task.dtype]
@@ -106,7 +106,7 @@ def load_ours(task: AttentionTask, device: torch.device) -> Function:
 
 
 def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
-    """One of PyTorch's own. Raises UnavailableError if it does not take such inputs on this device."""
+    """Load one of PyTorch's own kernels. Raises UnavailableError if it does not take such inputs on this device."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -209,10 +209,10 @@ def kept_bytes(forward: Callable[[], object]) -> int:
 
 
 def prepare(name: str, task: AttentionTask, inputs: Inputs) -> Entry:
-    """Gate a candidate and look at its memory. Raises whatever keeps it from taking part.
+    """Check a candidate and measure its memory. Raises the error that keeps it from taking part.
 
     On a GPU `before_backward_bytes` is all that is in use, the inputs too; on a CPU, what forward keeps for backward.
-    There, what a compiled candidate needs is unknown: the compiler itself was in the process.
+    There, the memory of a compiled candidate is unknown: the compiler itself was in the process.
     """
     device = inputs.q.device
     on_gpu = device.type == "cuda"

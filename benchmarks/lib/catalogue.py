@@ -1,7 +1,7 @@
 """Every benchmark that the write-up cites: the command that measures it, how long it takes, and what it needs.
 
-An edition is measured on one kind of machine: `CPU` on two cores, `GPU` on one GPU or several. That of a GPU begins
-with what is missed most, since what comes last may find no time left.
+An edition is measured on one kind of machine: `CPU` on two cores, `GPU` on one GPU or several. The GPU edition begins
+with the records that are needed most, because time may run out before the last ones.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Ways to save and load the same state, which take turns, and how long ours should take."""
+"""Candidates that save and load the same state in turn, and the predicted time of ours."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ class Bench:
         return [(names[p], state) for each in optimizers for p, state in each.state.items()]  # type: ignore[index]
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """How long something takes on this rank, its device's work included."""
+        """Seconds that a function takes on this rank, including its device's work."""
         begin = time.perf_counter()
         run()
         if self.device.type == "cuda":
@@ -83,7 +83,7 @@ class Bench:
             raise WrongResultError(f"{name}: what was loaded is not what was saved")
 
     def next(self) -> int:
-        """The step that is said to be saved, another one each time."""
+        """Number of the step to save, a new one each time."""
         self.number += 1
         return self.number
 
@@ -126,7 +126,7 @@ def theirs(bench: Bench) -> dict[str, Candidate]:
         dcp_load_state(bench.tensors(), checkpoint_id=max(parent.iterdir()))
 
     def forget() -> None:
-        """As ours does: two stay."""
+        """Delete all but the newest two, as ours does."""
         if first:
             for folder in sorted(parent.iterdir())[:-2]:
                 shutil.rmtree(folder)
@@ -151,7 +151,7 @@ def theirs(bench: Bench) -> dict[str, Candidate]:
 
 
 def nothing() -> None:
-    """Done after what leaves nothing to do."""
+    """Do nothing."""
 
 
 def predict(bench: Bench) -> dict[str, float]:

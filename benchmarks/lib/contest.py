@@ -37,7 +37,7 @@ class UnavailableError(Exception):
 
 
 def peer(package: str, module: str, name: str) -> Any:
-    """Something of another project, imported only now. Raises UnavailableError where that cannot be done."""
+    """Import a name of another project. Raises UnavailableError if that fails."""
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
@@ -48,7 +48,7 @@ def peer(package: str, module: str, name: str) -> Any:
 
 
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A function through torch.compile, for one shape. Raises UserError where there is no compiler."""
+    """Compile a function by torch.compile, for one shape. Raises UserError if there is no compiler."""
     return compile_model(function, device)  # type: ignore[arg-type]  # torch.compile takes either
 
 
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a candidate has no speed; `fault` if it should have one."""
+    """Reason why a candidate has no time; `fault` if it should have one."""
 
     status: Status
     reason: str
@@ -104,7 +104,7 @@ def refuse(name: str, error: Exception) -> Refusal:
 
 
 class Stopwatch:
-    """Times phases on caches that hold nothing of theirs, and without what the host takes to launch them.
+    """Times phases with cold caches, and without the host's time to launch them.
 
     Ahead of each call a GPU overwrites its L2 cache, then sleeps while the host runs ahead: what is timed then waits in
     the queue. On a CPU a call is timed as it is.
@@ -118,7 +118,7 @@ class Stopwatch:
             self.filler = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -157,7 +157,7 @@ class Stopwatch:
         return statistics.median(totals)
 
     def settle(self, entry: Entry) -> None:
-        """Choose how many calls make a sample, and by how much the host has to run ahead."""
+        """Choose the number of calls per sample, and the time by which the host has to run ahead."""
 
         def once() -> None:
             for run in entry.phases.values():
@@ -170,7 +170,7 @@ class Stopwatch:
 
 
 class Patience:
-    """How long a candidate should take for a shape: its prediction, times how far it fell short of its last one."""
+    """Expected time of a candidate on a shape: its prediction, times the ratio of its last time to the prediction."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -185,13 +185,13 @@ class Patience:
         self.slowness[name] = max(1.0, (measured - LATENCY) / predicted)
 
     def objection(self, name: str, predicted: float) -> str:
-        """How slow a candidate would be if that is too slow, else empty: the fewest rounds have to fit."""
+        """Reason to leave out a candidate for which even the fewest rounds take too long, else empty."""
         expected = self.expected(name, predicted)
         fits = (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds
         return "" if fits else f"about {format_ms(1e3 * expected)} a call"
 
     def rounds(self, names: Iterable[str], predicted: float, wanted: int) -> int:
-        """As many rounds as are wanted, or as can be waited for."""
+        """Number of rounds: as many as wanted, or as fit the time limit."""
         a_round = sum(max(self.expected(name, predicted), SAMPLE_MS / 1e3) for name in names)
         return max(FEWEST_ROUNDS, min(wanted, int(self.seconds / a_round))) if wanted > FEWEST_ROUNDS else wanted
 

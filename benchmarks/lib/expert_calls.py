@@ -46,15 +46,15 @@ OF_WORDS = {"aten::item": 40_995, "aten::select": 51_220}
 
 @dataclass(frozen=True)
 class Derivation:
-    """Why an operator is called so often."""
+    """Explanation of an operator's number of calls."""
 
     count: int
     why: str
 
 
 def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, Derivation]:
-    """How often the one-hot formulation calls what, on each of `ranks` expert-parallel ranks; nothing for a model with
-    other matrices than fairseq's."""
+    """Calls of each operator in the one-hot formulation, on each of `ranks` expert-parallel ranks; nothing for a model
+    with other matrices than fairseq's."""
     if (config.bias, config.feed_forward, config.attention) != (True, "gelu", "naive") or config.mixture.shared_expert:
         return {}
     layers, mixed = config.num_layers, config.expert_layers
@@ -134,16 +134,16 @@ def calls_of(run: profile) -> Calls:
 
 
 def calls(ranks: list[Calls], name: str) -> list[int]:
-    """How often each rank called an operator."""
+    """Number of calls of an operator on each rank."""
     return [each.get(name, [0, 0])[0] for each in ranks]
 
 
 def seconds(ranks: list[Calls], name: str) -> list[float]:
-    """How long each rank was in a span that is no operator."""
+    """Seconds that each rank spent in a span that is no operator."""
     return [each.get(name, [0, 0])[1] / 1e9 for each in ranks]
 
 
 def waiting(ranks: list[Calls]) -> list[float]:
-    """The share of the evaluation that each rank stood in an all-to-all's wait."""
+    """Share of the evaluation that each rank waited in all-to-alls."""
     waits, runs = seconds(ranks, "wait all-to-all"), seconds(ranks, RUN)
     return [wait / run if run else 0.0 for wait, run in zip(waits, runs, strict=True)]

@@ -1,4 +1,4 @@
-"""One expert layer over several ranks, the ways to dispatch it, what each should cost, and the gate."""
+"""One expert layer over several ranks, the ways to dispatch its tokens, the predicted cost of each, and the gate."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class Way:
-    """How tokens are sent to experts: by sort or one-hot, and how many an expert takes, in training or evaluation."""
+    """A way to send tokens to experts: by sort or one-hot, and an expert's capacity, in training or evaluation."""
 
     name: str
     config: ModelConfig
@@ -77,11 +77,11 @@ class Way:
         return self.config.mixture.dispatch == "einsum"
 
     def slots(self, tokens: int) -> int:
-        """Of an expert; a token each where there is no capacity."""
+        """Slots of an expert; one per token without a capacity limit."""
         return cost.slots(self.config, tokens, self.training)
 
     def changed(self, name: str, **mixture: Any) -> "Way":
-        """The same but for some fields of the mixture."""
+        """Copy with other values of some fields of the mixture."""
         return replace(self, name=name, config=replace(self.config, mixture=replace(self.config.mixture, **mixture)))
 
 
@@ -99,7 +99,7 @@ def check_ranks(experts: int, ranks: int) -> None:
 
 
 def one_hot_bytes(way: Way, tokens: int) -> int:
-    """Of a float32 tensor of tokens x experts x slots."""
+    """Bytes of a float32 tensor of tokens x experts x slots."""
     return ITEM * tokens * cost.padded_rows(way.config, tokens, way.training)
 
 
@@ -138,7 +138,7 @@ def ceilings(group: Group, budget: float) -> Hardware:
 
 
 def too_large(way: Way, tokens: int, backward: bool, group: Group) -> str:
-    """Why the one-hot formulation's tensors do not fit, the same on every rank; empty if they do."""
+    """Reason why the one-hot tensors do not fit, the same on every rank; empty if they do."""
     need, have = ONE_HOT_TENSORS[backward] * one_hot_bytes(way, tokens), room(group, DEVICE)
     if need <= have:
         return ""
@@ -202,7 +202,7 @@ class Bench:
         return found
 
     def fewer(self, way: Way) -> int:
-        """So many tokens that the one-hot tensors for them are small."""
+        """Number of tokens whose one-hot tensors are small."""
         tokens = self.tokens
         while tokens > 1 and one_hot_bytes(way, tokens) > GATE_BYTES:
             tokens //= 2

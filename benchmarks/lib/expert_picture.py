@@ -17,7 +17,7 @@ Name = Callable[[float], str]
 
 
 def chosen_capacity(records: Sequence[Record]) -> str:
-    """Of the capacities, the one whose times are drawn: a share of the tokens, as the evaluation has it, else the
+    """The capacity whose times are drawn: a share of the tokens, as the evaluation has it, else the
     first."""
     names = list(dict.fromkeys(record.config["capacity"] for record in records))
     return next((name for name in names if name != "dropless" and not name.endswith("x")), names[0])

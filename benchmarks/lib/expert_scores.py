@@ -39,7 +39,7 @@ class Blocks:
         self.count = ceil((len(tokens) - 1) / context)
 
     def targets(self, block: int) -> int:
-        """How many targets a block has."""
+        """Number of targets in a block."""
         return max(0, min(self.context, len(self.tokens) - 1 - block * self.context)) if block != NO_BLOCK else 0
 
     def batches(self, ranks: int, rows: int) -> int:
@@ -95,7 +95,7 @@ READERS: dict[How, Callable[[Tensor, Tensor, Tensor], Words]] = {
 
 @dataclass
 class Tally:
-    """Counts and times of one formulation on this rank; seconds by batch."""
+    """Counts of one formulation on this rank, and its seconds per batch."""
 
     dispatch: Dispatch
     wanted: Tensor  # (layers top_k experts), choices
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """Bits a token."""
+        """Loss in bits per token."""
         return -self.score / self.tokens / math.log(2)
 
     @property
@@ -130,11 +130,11 @@ class Outcome:
         return math.exp(-self.score / self.tokens)
 
     def seconds(self, words: bool) -> float:
-        """The slowest rank's, with reading words or without."""
+        """Seconds of the slowest rank, with or without reading words."""
         return max(sum(rank["scoring"]) + (sum(rank["reading"]) if words else 0.0) for rank in self.ranks)
 
     def mean(self, what: str) -> float:
-        """Of a batch, over batches and ranks, in seconds."""
+        """Mean seconds of a batch, over batches and ranks."""
         every = [value for rank in self.ranks for value in rank[what]]
         return sum(every) / len(every)
 
@@ -148,7 +148,7 @@ class Scorer:
         self.clock = LayerClock(evaluated)
 
     def new_tally(self, dispatch: Dispatch) -> Tally:
-        """An empty one."""
+        """Make an empty tally."""
         shape = self.config.expert_layers, self.config.mixture.top_k, self.config.num_experts
         wanted = torch.zeros(shape, dtype=torch.float64, device=self.device)
         return Tally(dispatch, wanted, torch.zeros_like(wanted[..., 0]))
@@ -194,7 +194,7 @@ class Scorer:
         tally.blocks.pop(NO_BLOCK, None)
 
     def now(self) -> float:
-        """Seconds, once the device has done what it was told."""
+        """Seconds on the clock, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()

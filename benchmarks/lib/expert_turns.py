@@ -1,4 +1,4 @@
-"""Expert layers take turns: the CPU time of every pass, what it sends, drops and holds, and the record of each."""
+"""Turns of expert layers: the CPU time of every pass, the bytes it sends and holds, the tokens it drops, its record."""
 
 import resource
 import statistics
@@ -71,7 +71,7 @@ class Candidate:
         self.sent["peak_memory_bytes"] = None if peak is None else int(every[:, -1].max().item())
 
     def slots(self) -> int | None:
-        """Slots of an expert, None for as many as are needed."""
+        """Slots of an expert, None without a capacity limit."""
         config = self.way.config
         return config.mixture.capacity(self.bench.tokens, config.num_experts, self.way.training)
 

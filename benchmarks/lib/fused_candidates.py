@@ -36,7 +36,7 @@ IGNORED = -100
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """All logits, then their loss."""
+    """Compute all logits, then their loss."""
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
@@ -202,7 +202,7 @@ class AdamWStep(Kernel):
     }
 
     def parameters(self, task: FusedTask) -> int:
-        """How many numbers are updated."""
+        """Number of updated parameters."""
         return sum(torch.Size(shape).numel() for shape in gpt2_shapes(task.sizes))
 
     def moved(self, task: FusedTask, device: torch.device) -> int:
@@ -255,9 +255,9 @@ KERNELS: dict[str, Kernel] = {
 
 
 def prepare(clock: Stopwatch, name: str, task: FusedTask, inputs: Any) -> Entry:
-    """Gate a candidate, and look at its memory and at how long a call keeps the host. Raises whatever keeps it out.
+    """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
 
-    On a CPU, what a compiled candidate needs is unknown: the compiler itself was in the process.
+    On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
     """
     kernel, device = KERNELS[task.kernel], clock.device
     on_gpu = device.type == "cuda"

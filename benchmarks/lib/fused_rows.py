@@ -32,7 +32,7 @@ Load = Callable[[torch.device], Function]
 
 @dataclass(frozen=True)
 class FusedTask:
-    """One pass of one kernel; what the sizes are is the kernel's affair."""
+    """One pass of one kernel; the kernel defines the meaning of the sizes."""
 
     kernel: str
     sizes: Sizes
@@ -54,14 +54,14 @@ def tolerance(task: FusedTask, longest_sum: int) -> float:
 
 
 def only_triton(function: Function, device: torch.device) -> Function:
-    """This project's kernel. Raises UnavailableError without Triton, where its place would be taken by plain torch."""
+    """Load this project's kernel. Raises UnavailableError without Triton, where plain torch would replace it."""
     if not HAVE_TRITON:
         raise UnavailableError("Triton is not installed")
     return function
 
 
 def always(function: Function) -> Load:
-    """A candidate that needs nothing but torch."""
+    """Make a candidate that needs only torch."""
     return lambda device: function
 
 
@@ -138,7 +138,7 @@ class RowInputs:
 
 
 class RowKernel(Kernel):
-    """A kernel whose rows do not depend on each other, but for the gradient of a weight, which is a sum over them."""
+    """A kernel whose rows are independent, except in the gradient of a weight, which is a sum over them."""
 
     counts: ClassVar[tuple[int, int, int]]  # matrices read, weights, results
     reference: ClassVar[Function]

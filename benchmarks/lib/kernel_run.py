@@ -63,7 +63,7 @@ class KernelSettings(RecordOptions):
         return [name for name in known if name in (self.candidate or known)]
 
     def left_out(self, device: torch.device) -> dict[str, str]:
-        """Which candidates are not timed here, and why: what each is."""
+        """Candidates that are not timed here, with the reason for each."""
         ours = {OURS: INTERPRETER} if device.type == "cpu" else {}
         return ours | ({"compiled": "left out of smoke runs, which it would make long"} if self.smoke else {})
 
@@ -72,7 +72,7 @@ class KernelSettings(RecordOptions):
         return [name for name in self.chosen(candidates) if name not in self.left_out(device)]
 
     def idle(self, candidates: Iterable[str], device: torch.device, present: Iterable[str], absent: str = "") -> str:
-        """Why no candidate is timed, empty if one is; those that are not `present` are `absent`."""
+        """Reason why no candidate is timed, empty if one is; those that are not `present` are `absent`."""
         known, here, reasons = list(candidates), set(present), self.left_out(device)
         if here.intersection(self.timed(known, device)):
             return ""
@@ -81,7 +81,7 @@ class KernelSettings(RecordOptions):
 
 @dataclass
 class Session:
-    """One command: its settings and machine, what it has recorded so far and what it has to say in the end."""
+    """One command: its settings and machine, its records so far, and its remarks and faults for the end."""
 
     benchmark: str
     settings: KernelSettings
@@ -112,14 +112,14 @@ class Session:
         self.recorder.keep(Record(self.benchmark, config, self.stamp, [], {}, predicted, flags, status))
 
     def note(self, reason: str, where: str) -> None:
-        """Something to be said below the table, with the shapes that it is true of."""
+        """Add a remark for below the table, with the shapes to which it applies."""
         self.notes.setdefault(reason, []).append(where)
 
 
 def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Session:
-    """Look at the machine and open the file of records, unless there is a reason why there will be none.
+    """Inspect the machine and open the file of records, unless a reason says that there will be none.
 
-    Raises UserError for what is not there.
+    Raises UserError for a missing device.
     """
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
@@ -142,9 +142,9 @@ def keep_pages(device: torch.device) -> dict[str, bool]:
 
 
 def check_interpreted(session: Session, candidates: Iterable[str], check: Callable[[], str]) -> None:
-    """On a CPU, put our kernel through the gate and say so; `check` does it, and returns on what.
+    """On a CPU, check our kernel by `check`, which returns the shapes, and print that.
 
-    A result that is wrong is one of the session's faults.
+    A wrong result is added to the session's faults.
     """
     if OURS not in session.settings.chosen(candidates):
         return

@@ -47,7 +47,7 @@ class LeaderboardStep:
 
     @property
     def bytes_needed(self) -> int:
-        """The most that a step holds: bf16 weights and gradients, float32 moments, each block's input, the insides of
+        """Peak bytes of a step: bf16 weights and gradients, float32 moments, each block's input, the insides of
         the block that is run again (its rotations in float32), and the gradients of the head."""
         config = self.config
         tokens = self.batch * config.context_length

@@ -15,7 +15,7 @@ from cs336_systems.model.transformer import lm_loss
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on the rank that holds most: after initialisation, added by backward, added by the first step; and what
+    """Bytes on the rank with the most: after initialisation, added by backward, added by the first step; and what
     forward keeps for backward."""
 
     parameters: int

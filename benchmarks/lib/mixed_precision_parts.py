@@ -1,4 +1,4 @@
-"""Which dtype has every part of a model under autocast: found by running it, and for CUDA as torch documents it."""
+"""Dtypes of all parts of a model under autocast: observed by running it, and for CUDA as torch documents them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

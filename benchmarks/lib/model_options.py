@@ -1,4 +1,4 @@
-"""Which model a benchmark runs, and on how many tokens: the options that they share."""
+"""Options that benchmarks share: the model to run, and its number of tokens."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

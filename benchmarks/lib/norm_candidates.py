@@ -167,7 +167,7 @@ def make_pass(function: Function, norm: Norm, shape: Shape, inputs: Inputs) -> C
 
 @cache
 def host_us(clock: Stopwatch, name: str, dtype: DtypeName, what: str) -> float:
-    """Microseconds for which one call on a tiny shape keeps the host busy; on a CPU, that it takes."""
+    """Host microseconds of one call on a tiny shape; on a CPU, all of its time."""
     norm, shape = CANDIDATES[name], Shape(16, 1024, dtype, what)
     run = make_pass(norm.load(clock.device), norm, shape, Inputs(shape, clock.device))
     run()
@@ -175,7 +175,7 @@ def host_us(clock: Stopwatch, name: str, dtype: DtypeName, what: str) -> float:
 
 
 def prepare(clock: Stopwatch, name: str, shape: Shape, inputs: Inputs) -> Entry:
-    """Gate a candidate. Raises whatever keeps it from taking part."""
+    """Check a candidate. Raises the error that keeps it from taking part."""
     norm = CANDIDATES[name]
     host = host_us(clock, name, shape.dtype, shape.what)  # first: compiling for a shape forgets the last
     function = norm.load(clock.device)

@@ -1,4 +1,4 @@
-"""Options that every benchmark has: where its records go, and a run that only shows that it works."""
+"""Options that every benchmark has: the folder of its records, and --smoke, a short test run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ class Recorder:
                 append_record(record, self.path)
 
     def tell(self) -> None:
-        """Print how many there are and where, after their table. Raises UserError if some could not be written."""
+        """Print the number of records and their file, after the table. Raises UserError if some were not written."""
         if self.path:
             print(appended(len(self.records), self.path))
 
@@ -43,5 +43,5 @@ class RecordOptions:
         return results_folder(self.results, self.machine, device)
 
     def recorder(self, benchmark: str, device: torch.device) -> Recorder:
-        """Where the records of a command go: nowhere in a smoke run. Raises UserError where they cannot be written."""
+        """Make a command's recorder, in a smoke run without a file. Raises UserError if it cannot be written."""
         return Recorder(None if self.smoke else open_records(self.records_folder(device), benchmark))

@@ -17,7 +17,7 @@ from cs336_systems.zero import WRAPPERS, zero
 
 @dataclass
 class Trained:
-    """A model ready to be trained: what to call, its optimizer, what follows backward, and its whole weights."""
+    """A model ready to be trained: the forward to call, its optimizer, the call after backward, its whole weights."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -35,7 +35,7 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 
 def alone(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """No communication at all: what computing costs, and wrong as training."""
+    """Prepare a model that does not communicate: it shows the cost of computing, and trains wrongly."""
     return Trained(model, cls(model.parameters(), **options), partial(parameters_of, model))
 
 
@@ -67,20 +67,20 @@ def stage(number: int) -> Build:
 
 
 def whole_layout(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """Stage 1 with whole parameters dealt to the ranks, and a broadcast from each."""
+    """Wrap for stage 1 with layout "whole": each rank owns whole parameters, and broadcasts them."""
     ours = BucketedDDP(model)
     optimizer = ShardedOptimizer(ours.parameters(), cls, layout="whole", **options)
     return Trained(ours, optimizer, partial(parameters_of, model), ours.finish_gradient_synchronization)
 
 
 def torch_ddp(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """PyTorch's DistributedDataParallel with its defaults, buckets of 25 MB."""
+    """Wrap by PyTorch's DistributedDataParallel with its defaults, buckets of 25 MB."""
     theirs = DistributedDataParallel(model)
     return Trained(theirs, cls(theirs.parameters(), **options), partial(parameters_of, model))
 
 
 def torch_zero(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """PyTorch's ZeroRedundancyOptimizer over its DistributedDataParallel."""
+    """Wrap by PyTorch's DistributedDataParallel and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because the import warns of torch's own use
 
     theirs = DistributedDataParallel(model)
@@ -89,7 +89,7 @@ def torch_zero(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any
 
 
 def torch_fsdp(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """PyTorch's FSDP2, a unit a block."""
+    """Wrap by PyTorch's FSDP2, one unit per block."""
     from torch.distributed.fsdp import fully_shard  # here, because the import takes seconds
     from torch.distributed.tensor import DTensor
 

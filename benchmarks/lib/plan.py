@@ -48,7 +48,7 @@ class PassSettings(ModelOptions):
 
 @dataclass(frozen=True)
 class Bench:
-    """The settings and the machine that they meet."""
+    """The settings, and the machine with its measured speed."""
 
     settings: PassSettings
     device: torch.device
@@ -70,12 +70,12 @@ class Bench:
         return bool(self.predicted(case, mode)["peak_memory_bytes"] <= self.usable)
 
     def seconds(self, case: Case, timed: Mode) -> float:
-        """How long one timed pass should take; a backward needs the forward before it."""
+        """Predicted seconds of one timed pass; a backward includes the forward before it."""
         mode: Mode = "forward-backward" if timed == "backward" else timed
         return float(self.predicted(case, mode)["mean_ms"]) / 1e3
 
     def passes(self, case: Case, timed: Mode) -> int:
-        """How often a mode is run, warm-up included: unless told, 5 that count, or as many as PATIENCE allows."""
+        """Number of runs of a mode, warm-up included; by default 5 timed ones, or as many as PATIENCE allows."""
         affordable = int(PATIENCE / self.seconds(case, timed)) - self.settings.warmup
         return self.settings.warmup + (self.settings.steps or max(2, min(5, affordable)))
 
@@ -91,7 +91,7 @@ class Bench:
         return runs
 
     def missing(self, size: str, case: Case, mode: Mode) -> Record:
-        """The record of a mode that does not fit: what it would have needed."""
+        """The record of a mode that does not fit, with the memory that it would need."""
         config, predicted = self.settings.record_config(size, case, mode), self.predicted(case, mode)
         return Record("e2e", config, self.environment, predicted=predicted, status="out-of-memory")
 

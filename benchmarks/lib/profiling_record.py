@@ -1,4 +1,4 @@
-"""The record of a profile: where time and memory of a step went, and what the analytic model says beside it."""
+"""The record of a profile: time and memory of a step by use, and the analytic model's predictions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

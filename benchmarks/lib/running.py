@@ -59,7 +59,7 @@ class AllSettings(RecordOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a benchmark went."""
+    """Outcome of a benchmark."""
 
     run: Benchmark
     status: Literal["ok", "failed", "stopped", "left out", "measured before", "to measure"]
@@ -85,7 +85,7 @@ class Journal:
             raise UserError(f"{self.path} is no list of commands with their seconds; delete it") from None
 
     def seconds(self, run: Benchmark) -> float:
-        """How long a command should take: as long as last time, or as the catalogue says."""
+        """Expected seconds of a command: as last time, or by the catalogue."""
         return float(self.found[run.command]["seconds"]) if run.command in self.found else 60 * run.minutes
 
     def has(self, run: Benchmark) -> bool:
@@ -130,7 +130,7 @@ def surroundings() -> list[str]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command as ^C does, if it has not ended, and then whatever it started and left: ranks, compilers."""
+    """End a command as ^C does, if it has not ended, and then all processes that it left: ranks, compilers."""
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)  # to it alone: its ranks end with it
@@ -180,7 +180,7 @@ def why_not(run: Benchmark, settings: AllSettings) -> str:
 
 
 def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
-    """Measure in order, as long as there is time, and say how each went and how long the rest takes."""
+    """Measure in order, as long as there is time; print the outcome of each and the time that the rest takes."""
     deadline, outcomes, pace, spent, foreseen = time.monotonic() + settings.seconds, list[Outcome](), 1.0, 0.0, 0.0
     todo = [run for run in runs if not skipped(run, settings, journal)]
     for run in runs:
@@ -217,7 +217,7 @@ def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome 
 
 @contextmanager
 def ended_politely() -> Iterator[None]:
-    """SIGTERM, with which schedulers end a job, becomes an exception, so that the command under way is stopped, too."""
+    """Turn SIGTERM, by which schedulers end a job, into an exception, so that the running command is stopped, too."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt

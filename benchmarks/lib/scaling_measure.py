@@ -1,4 +1,4 @@
-"""One turn of a layout: its ranks start, take real training steps, and say how long every part took on every rank."""
+"""One turn of a layout: its ranks start, take real training steps, and return the time of every part on every rank."""
 
 import json
 import math

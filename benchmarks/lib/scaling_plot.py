@@ -27,7 +27,7 @@ ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, les
 
 
 def part(name: str) -> str:
-    """Which part of an iteration an outermost timer belongs to."""
+    """The part of an iteration to which an outermost timer belongs."""
     plain = name.removesuffix("-wait")
     if plain in BUBBLE:
         return "bubble"

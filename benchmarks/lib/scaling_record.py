@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """That a replica takes in a step."""
+        """Microbatches of a replica in a step."""
         return self.recipe.layout(self.ranks).microbatches
 
     @cached_property
@@ -95,7 +95,7 @@ class Layout:
 
 
 def gate_tolerance(config: ModelConfig, precision: str) -> float:
-    """How far a loss or a gradient may be off, relatively: as for one block in `benchmarks.gate`, times the blocks."""
+    """Relative tolerance of a loss or a gradient: as for one block in `benchmarks.gate`, times the blocks."""
     longest = max(config.d_ff, config.vocab_size, 2 * config.context_length)
     unit = UNIT_ROUNDOFF[precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"]
     return STAGES * config.num_layers * unit

@@ -1,4 +1,4 @@
-"""One run of a scaling study, and what follows from it: throughput, efficiency, pipeline bubble, FLOPs, lost time."""
+"""One run of a scaling study, and derived quantities: throughput, efficiency, pipeline bubble, FLOPs, lost time."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields

@@ -86,7 +86,7 @@ def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> 
 
 
 def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Table:
-    """A row for each run: how fast, how well it scales from the first run and from `base`, where the rest went.
+    """A row for each run: its speed, its efficiency from the first run and from `base`, and the causes of the loss.
 
     A row smaller than `base` has no efficiency relative to it.
     """
