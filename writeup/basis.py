@@ -14,7 +14,7 @@ from writeup.tables import Table
 
 
 def machine_rates(records: Iterable[Record]) -> dict[str, dict[str, list[float]]]:
-    """Every rate that runs measured of their machine, by what it is of and which; a run measures each once."""
+    """All rates of a machine that runs measured, by subject and kind; each run measures a rate once."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for record in records:
         run = f"{record.benchmark} {record.environment.get('date')}"
@@ -41,7 +41,7 @@ def plain_link(name: str) -> str:
 
 
 def rates_table(book: Book, records: Iterable[Record]) -> Table:
-    """The machine's rates, on which predictions rest: each the median over the runs, with their spread."""
+    """Table of the machine's rates, used by predictions: each the median over the runs, with their spread."""
     rows = []
     for what, which in sorted(machine_rates(records).items(), reverse=True):
         unit, values = next(iter(which.items()))
@@ -54,7 +54,7 @@ def rates_table(book: Book, records: Iterable[Record]) -> Table:
 
 
 def sizes_table(book: Book) -> Table:
-    """The models that tables name: which editions have them, their parameters and their shape."""
+    """Table of the models that tables name: their editions, parameters and shape."""
     first = COURSE_YEARS[0]
     shapes: dict[tuple[str, ...], list[tuple[str, str]]] = {_shape("tiny", first): [("this project's", _batch("tiny"))]}
     for year in COURSE_YEARS:

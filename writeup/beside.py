@@ -1,4 +1,4 @@
-"""One published table as cells to stand beside ours, and the reasons against figures of it that are suspect."""
+"""One published table as cells for comparison with ours, and the reasons why some of its figures are suspect."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Beside:
 
     @property
     def suspects(self) -> list[Suspect]:
-        """Why figures of the table are suspect, those first that are suspect together; none of an empty table."""
+        """Reasons why figures of the table are suspect, shared reasons first; none for an empty table."""
         cells = {id(figure) for row in self.table.rows for figure in row.values.values()}
         found = [each for each in self.book.published_suspects if any(id(one) in cells for one in each.quoted)]
         return sorted(found, key=lambda each: -len(each.quoted))

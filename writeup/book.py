@@ -87,7 +87,7 @@ def identity(record: Record) -> str:
 
 
 def facts(of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures that a chapter's sentences name; empty where a record that they need was not measured."""
+    """Values that a chapter's sentences quote; empty if a record that they need was not measured."""
     try:
         return of()
     except Unmeasured:
@@ -186,7 +186,7 @@ class Book:
         return found
 
     def suspicions(self, record: Record) -> list[Suspect]:
-        """Why a record is implausible."""
+        """Reasons why a record is implausible."""
         return self._suspects.get(id(record), [])
 
     @cached_property
@@ -205,7 +205,7 @@ class Book:
         return suspects_of_published(self.published)
 
     def doubts(self, quoted: Published) -> list[Suspect]:
-        """Why a published figure is implausible."""
+        """Reasons why a published figure is implausible."""
         return [suspect for suspect in self.published_suspects if any(each is quoted for each in suspect.quoted)]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""All chapters, then both formats, with progress."""
+"""Build of the write-up: all chapters, then both formats, with progress."""
 
 from collections.abc import Sequence
 from pathlib import Path

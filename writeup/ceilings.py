@@ -1,4 +1,4 @@
-"""Meaning of a published time: its share of a GPU's bandwidth or peak, and the expected time."""
+"""Published times put in relation: their share of a GPU's bandwidth or peak, and the expected time."""
 
 from benchmarks.lib.attention_candidates import BOTH, FORWARD, AttentionTask, flops
 from benchmarks.lib.norm_candidates import Shape, bytes_moved

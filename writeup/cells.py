@@ -34,7 +34,7 @@ def marks(book: Book, record: Record) -> str:
 
 
 def age(book: Book, record: Record) -> str:
-    """The marks but that of a noisy time, for what a record counted."""
+    """All marks except that of a noisy time, for figures that a record counted."""
     return marks(book, record).replace(NOISY, "")
 
 

@@ -1,4 +1,4 @@
-"""The chapters put together: each is a Jinja2 template in Markdown, filled by the Python file of the same name."""
+"""Assembly of the chapters: each is a Jinja2 template in Markdown, filled by the Python file of the same name."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def compose(
     chosen: Sequence[str] = (),
     solutions: bool = True,
 ) -> Manuscript:
-    """All chapters, or those chosen, in the order of the contents; without solutions for those who are to find them.
+    """Compose all chapters, or those chosen, in the order of the contents; without solutions, if students get the text.
     Raises CitationError for a citation of what does not exist, and UserError for a chapter that does not."""
     manuscript = Manuscript(text="" if solutions else f"{SAID}\n\n")
     for part, chapters in parts(chosen).items():
@@ -98,10 +98,10 @@ def _figures(values: Any) -> list[Figure]:
 
 
 def claim(book: Book, condition: object, caller: Callable[[], str]) -> str:
-    """A sentence that a person wrote, if its condition holds of the records.
+    """Return a hand-written sentence if its condition holds for the records.
 
-    Of the committed records it must: raises CitationError with the sentence. Of another machine's the text says that it
-    does not hold there.
+    It must hold for the committed records: raises CitationError with the sentence. For another machine's records, the
+    text says that it does not hold there.
     """
     said = caller().strip()
     if condition:
@@ -112,7 +112,7 @@ def claim(book: Book, condition: object, caller: Callable[[], str]) -> str:
 
 
 def finding(book: Book, figure: Figure, condition: object, title: str) -> str:
-    """A figure under the title that says what it shows, held to the records as `claim` does."""
+    """A figure under a title that states its finding, which is tested against the records as in `claim`."""
     words = claim(book, condition, lambda: title).strip()
     return str(replace(figure, caption=f"**{words}** {figure.caption}"))
 

@@ -1,4 +1,4 @@
-"""The chapters of the write-up, in order: what proves it, one device, many devices, what to conclude."""
+"""The chapters of the write-up, in order: introduction and proof, one device, many devices, conclusions."""
 
 PARTS = {
     "": ("introduction",),

@@ -1,4 +1,4 @@
-"""Published runs beside what the cost model says of them: how far off, by family and one by one."""
+"""Published runs beside the cost model's predictions: its errors by family and by run."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Published:
-    """One published run, what the model says, and the row that it was read from."""
+    """One published run, the model's prediction, and the row of the file that has it."""
 
     row: dict[str, Any]
     run: TrainingRun
@@ -74,7 +74,7 @@ def by_family(runs: Sequence[Published]) -> dict[tuple[str, str], list[Published
 
 
 def families_table(book: Book, runs: Sequence[Published]) -> Table:
-    """The error of each family."""
+    """Table of the error of each family."""
     rows = []
     for (family, machine), found in by_family(runs).items():
         errors = [each.error for each in found]

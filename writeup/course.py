@@ -1,6 +1,6 @@
 """The course map: for each problem of three editions, the code, the command, the chapter and the test that answer it.
 
-It is data, `course.toml`; this file reads it and refuses an entry that is not whole, by name.
+The map is in `course.toml`; this file reads it and refuses an incomplete entry by name.
 """
 
 import re
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the assignment, in the editions of `years`, and where this project answers it."""
+    """One problem of the assignment, in the editions of `years`, and the places of this project's answer."""
 
     id: str
     asks: str

@@ -1,4 +1,4 @@
-"""Editions: some chapters alone, and the write-up without what a student is to find out."""
+"""Editions of the write-up: chosen chapters alone, and a version without solutions."""
 
 import re
 from collections.abc import Sequence
@@ -41,6 +41,6 @@ def without_solutions(text: str) -> str:
 
 
 def unlinked(text: str) -> str:
-    """The text with links only to what it has: those to chapters that are left out become plain words."""
+    """Replace links to chapters that are left out by plain words."""
     there = set(re.findall(r"\{#([\w-]+)", text))
     return LINK.sub(lambda link: link[0] if link[2] in there else link[1] or "another chapter", text)

@@ -1,6 +1,6 @@
 """The equality matrix: for each strategy and each property, the tests that prove it equal to one process.
 
-It is data, `equality.toml`: node ids by short names, and rows whose cells name some of them or say why there is none.
+It is in `equality.toml`: node ids by short names, and rows whose cells name some of them or give a reason for none.
 """
 
 import tomllib
@@ -19,7 +19,7 @@ UNDEFINED, UNPROVEN, BITS = "not defined: ", "not proven: ", "bits only"
 
 @dataclass(frozen=True)
 class Cell:
-    """Node ids that prove a property, or, where there are none, why; `note` says what else a reader must know."""
+    """Node ids of tests that prove a property, or the reason why there are none; `note` is a remark for readers."""
 
     tests: tuple[str, ...] = ()
     note: str = ""

@@ -8,4 +8,4 @@ class CitationError(UserError):
 
 
 class Unmeasured(Exception):  # noqa: N818  # a state of the records, no error
-    """A sentence speaks of a record that this machine does not have."""
+    """A sentence quotes a record that this machine does not have."""

@@ -33,7 +33,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture as SVG, with what stands below it and what it shows for those who cannot see it."""
+    """A picture as SVG, with its caption, and a description for those who cannot see it."""
 
     name: str
     svg: str
@@ -47,7 +47,7 @@ class Figure:
 
 @contextmanager
 def plain_settings(settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-    """matplotlib as it comes, but for these settings: what its user has in a matplotlibrc changes no picture."""
+    """Use matplotlib's defaults with these settings, so that a user's matplotlibrc changes no picture."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(settings)
@@ -98,7 +98,7 @@ def _svg(canvas: Canvas) -> str:
 
 
 def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:
-    """Both axes logarithmic with plain numbers: ticks at these places of x, and what x and y are."""
+    """Make both axes logarithmic with plain numbers: ticks at `places` of x, and labels `x` and `y`."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(list(places), [f"{place:,.0f}" for place in places])

@@ -1,4 +1,4 @@
-"""Broken variants of the library, as data: what is changed, what one would see, and the test that must catch it.
+"""Broken variants of the library, as data: the change, its visible effect, and the test that must fail.
 
 `gallery.toml` has them; tests/test_gallery.py plants each in forked ranks and runs the test that is named.
 """
@@ -20,9 +20,9 @@ ROOT = GALLERY.parents[1]
 class Variant:
     """A mistake: source lines (old, new) of a file, and the node id of an existing test that then fails.
 
-    `wrong` says what happens, `seen` what somebody who trains would notice. With `slow_network` collectives do nothing
-    before somebody waits for them, so that a race is lost every time. One that `may_hang` may end with an error about
-    waiting too long; from the others such an error proves nothing.
+    `wrong` says what happens, `seen` what a user who trains would notice. With `slow_network`, collectives start only
+    when they are waited for, so that a missing wait always shows. A variant that `may_hang` may end with a timeout
+    error; for the others, such an error proves nothing.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Variant:
     may_hang: bool = False
 
     def sources(self, root: Path = ROOT) -> tuple[str, str]:
-        """The file as it is and as the variant has it.
+        """Return the file's text, and the variant's.
 
         Raises UserError if the old lines are not there, or more than once: the file has changed, and the variant must.
         """

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds a call, bytes/s, and how far the line is off: the root mean square of (fitted - measured)/measured."""
+    """Seconds per call, bytes/s, and the error of the line: the root mean square of (fitted - measured)/measured."""
 
     overhead: float
     bandwidth: float
@@ -23,8 +23,8 @@ class Line:
 def fit(points: Sequence[tuple[float, float, float]]) -> Line | None:
     """The line through (calls, bytes, seconds), by least squares of relative errors, since sizes span decades.
 
-    None if the points do not say: fewer than three, all of the same shape, or a fit that has a call or a byte take no
-    time. A bandwidth is of the bytes as given, so bytes of the tensor give the algorithm's, bytes sent the bus's.
+    None if the points do not determine it: fewer than three, all of one shape, or a call or byte that takes no time in
+    the fit. A bandwidth is of the bytes as given: those of the tensor give the algorithm's, bytes sent the bus's.
     """
     if len(points) < 3:
         return None

@@ -1,4 +1,4 @@
-"""The published scaling study of BERT-345M: its rows with this project's model beside them, and why they differ."""
+"""The published scaling study of BERT-345M: its rows beside this project's predictions, and why they differ."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -53,7 +53,7 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
 
 
 def host(study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> list[str]:
-    """Why the model is wrong for the study: what the same work took on different numbers of GPUs."""
+    """Reason why the model is wrong for the study: the time of the same work on different numbers of GPUs."""
     starved = {index for each in anomalies(study) if each.kind == "starved" for index in each.runs}
     pairs = [pair for index, pair in enumerate(zip(study, steps, strict=True)) if index not in starved]
     ratios = [run.iteration_ms / (step.total * 1e3) for run, step in pairs]
@@ -73,6 +73,6 @@ def host(study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> list[str]:
 
 
 def without_recipe(text: str) -> str:
-    """A finding without how to cure it on a cluster, which the benchmark's own output says in full."""
+    """A finding without its advice for a cluster, which the benchmark's own output has in full."""
     cause, colon, _ = text.partition(": Open MPI binds")
     return f"{cause}." if colon else text

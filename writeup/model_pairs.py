@@ -1,7 +1,7 @@
-"""Variants of one model that took turns with the plain one, A B A B: what may be said of which is faster.
+"""Comparison of variants of one model that took turns with the plain one, A B A B.
 
-Records that were measured hours apart show the machine's day as much as the model. The benchmark `compare` has them in
-turn, so a ratio is one of pairs. See `benchmarks/compare.py`.
+Records that were measured hours apart differ by the machine's state as much as by the model. The benchmark `compare`
+measures variants in turn, so that ratios are those of pairs. See `benchmarks/compare.py`.
 """
 
 from collections.abc import Mapping

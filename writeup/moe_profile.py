@@ -65,7 +65,7 @@ def calls_table(book: Book, cited: Citation, record: Record | None) -> Table:
 
 
 def same_calls(record: Record | None) -> str:
-    """How many of the published numbers of calls ours are."""
+    """Number of operators whose calls equal the published number."""
     if record is None:
         return ""
     calls = metric(record, "calls")

@@ -1,4 +1,4 @@
-"""A figure that was drawn for a screen, made narrow, so that its small text can be read on A4."""
+"""Conversion of a figure drawn for a screen to a narrow one, whose small text can be read on A4."""
 
 from textwrap import fill
 from typing import Any

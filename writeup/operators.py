@@ -1,4 +1,4 @@
-"""The operators of a profile: which themselves take longest, what the model's shape says of them, and that in words."""
+"""The operators of a profile: those with the longest self time, their counts from the model's shape, and sentences."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def clocked(profile: Profile) -> tuple[str, str, str]:
 
 
 def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
-    """The operators of a phase, or of the step, that themselves take longest."""
+    """The operators of a phase, or of the step, with the longest self time."""
     own, _, _ = clocked(profile)
     return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
 

@@ -1,4 +1,4 @@
-"""Figures that cannot be or do not fit, ours and published: which rule applies to what, and what neighbours are.
+"""Implausible figures, ours and published: the rule that applies to each figure, and its neighbours for comparison.
 
 The physics is in `writeup.plausibility_rules`, what a figure stands for in `writeup.plausibility_figures`.
 """
@@ -32,7 +32,7 @@ KINDS: dict[Kind, str] = {"limit": "cannot be", "neighbour": "does not fit", "em
 
 @dataclass(frozen=True)
 class Suspect:
-    """A figure that is not what it is called: where it stands, what stands there, and why.
+    """A figure that cannot be what it is called: its place, its text, and the reason.
 
     Of kind "limit" it breaks a limit of physics, whatever stands beside it; of kind "neighbour" it contradicts what
     does, or itself. `of` has the records that it is made of, `quoted` the published figures.

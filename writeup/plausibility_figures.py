@@ -1,4 +1,4 @@
-"""Published tables and records as the same thing: figures with their settings, and the least work that each stands for.
+"""Published tables and records in one form: figures with their settings, and the least work of each measurement.
 
 Ceilings are the data sheet's where the hardware is known, and otherwise the best that any record of the machine has
 measured.
@@ -24,7 +24,7 @@ NORM_TRIPS = {"forward": 2, "backward": 3, "forward-backward": 5}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that hardware does, where known: bytes/s of a link and of memory, FLOP/s by name of number type."""
+    """Upper limits of hardware, where known: bytes/s of a link and of memory, FLOP/s by name of number type."""
 
     link: float = 0.0
     memory: float = 0.0

@@ -1,4 +1,4 @@
-"""Which figure cannot be, and which does not fit its neighbours: a function a rule, with its physics, on plain values.
+"""Rules for impossible figures, and for figures that contradict their neighbours: one function each, on plain values.
 
 So a rule is the same for our records and for published figures. Each returns its reason in words, or nothing where the
 figure may stand. A reason does not say that someone was careless: it says that the figure is not what it is called.

@@ -26,7 +26,7 @@ def tables(book: Book, record: Record) -> dict[str, Any] | None:
 
 
 def with_tables(book: Book, cited: Citation) -> Citation:
-    """Those of some profiles whose tables and pictures are there; without any, the citation is as if not measured."""
+    """Select the profiles whose tables and pictures are there; without any, the citation counts as not measured."""
     return replace(cited, records=tuple(record for record in cited.measured if tables(book, record)))
 
 

@@ -1,4 +1,4 @@
-"""The committed report of the tests that the write-up cites, and where each of them stands.
+"""The committed report of the tests that the write-up cites, and the source of each test.
 
 `python -m tests.report` writes it. A test that is cited and not in it stops the build; one whose file has changed since
 is marked.
@@ -26,7 +26,7 @@ SAW = "tests/test_gallery.py::test_the_suite_sees"  # with the name of a variant
 
 @dataclass(frozen=True)
 class Proof:
-    """A test that ran: its node id, what came of it, how long it took, and what it says of itself."""
+    """A test that ran: its node id, its outcome, its duration, and its docstring."""
 
     node: str
     outcome: str

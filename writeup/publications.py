@@ -1,4 +1,4 @@
-"""Published figures to stand beside ours: tables of their sources, each number with the digits it was printed with.
+"""Published figures for comparison with ours: tables by source, each number with the digits that were printed.
 
 A file of `writeup/published/` is TOML with entries `[[source]]` (who, when, on which hardware) and `[[table]]`. A table
 names its source, the course's `problem`, its `keys` and its `values` with a unit each, and in `fixed` the settings that

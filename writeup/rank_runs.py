@@ -1,4 +1,4 @@
-"""Records of several ranks: a run is what took turns on the same ranks, model and link."""
+"""Records of several ranks, by run: the candidates that took turns on the same ranks, model and link."""
 
 import re
 from dataclasses import replace

@@ -30,7 +30,7 @@ READER = "markdown+pipe_tables" + "".join(
 
 
 def write_figures(manuscript: Manuscript, folder: Path) -> None:
-    """The pictures as files, for whoever wants one alone, instead of those of an earlier build."""
+    """Write the pictures as files, which replace those of an earlier build."""
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for path in figures.glob("*.svg"):
@@ -41,7 +41,7 @@ def write_figures(manuscript: Manuscript, folder: Path) -> None:
 
 
 def write_html(manuscript: Manuscript, path: Path) -> None:
-    """One file that needs no other: pictures, style and MathML are inside."""
+    """Write one HTML file that contains pictures, style and MathML."""
     options = [
         *COMMON, "--standalone", "--embed-resources", "--mathml", "--toc", "--toc-depth=2",
         f"--template={HERE / 'page.html'}", f"--css={HERE / 'style.css'}",
@@ -51,7 +51,7 @@ def write_html(manuscript: Manuscript, path: Path) -> None:
 
 
 def write_pdf(manuscript: Manuscript, path: Path) -> None:
-    """The same as A4 pages, with the fonts that Typst brings along, and no date inside."""
+    """Write a PDF with A4 pages, Typst's own fonts, and no date inside."""
     source = typst_of(manuscript, path.parent)
     with TemporaryDirectory(dir=path.parent, prefix=".typst-") as folder:
         (Path(folder) / "paper.typ").write_text(source, encoding="utf-8")
@@ -63,7 +63,7 @@ def write_pdf(manuscript: Manuscript, path: Path) -> None:
 
 
 def typst_of(manuscript: Manuscript, folder: Path) -> str:
-    """The same in Typst's language, for a folder with figures/. Raises UserError."""
+    """Convert the text to Typst's language, for a folder with figures/. Raises UserError."""
     options = [
         *COMMON, "--standalone", "--toc", "--toc-depth=2", f"--template={HERE / 'paper.typ'}",
         f"--metadata=title:{TITLE}",

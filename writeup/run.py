@@ -1,4 +1,4 @@
-"""Measure everything that the chapters cite and this machine can, before the write-up is made."""
+"""Measure all benchmarks that the chapters cite and this machine can run, before the write-up is made."""
 
 from collections.abc import Iterable
 from pathlib import Path

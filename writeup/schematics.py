@@ -110,7 +110,7 @@ def schedules() -> Figure:
 
 
 def resting() -> Figure:
-    """Bytes of a parameter's state on each rank at every ZeRO stage."""
+    """Picture of the bytes per parameter on each rank at every ZeRO stage."""
     parts = {"parameters": BLUE, "gradients": YELLOW, "optimizer": RED}
 
     def into(axes: Any) -> None:

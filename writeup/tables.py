@@ -1,4 +1,4 @@
-"""A table of the write-up: Markdown, then what it was measured on, how old it is, and what its marks mean."""
+"""A table of the write-up: Markdown, then its machine, its age, and the meaning of its marks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Sentences that are chosen from the data, so that a commentary is true on any machine."""
+"""Sentences that are generated from the data, so that a commentary is true on any machine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -67,13 +67,13 @@ def _by_chance(ratios: Sequence[float]) -> float:
 
 
 def hours_apart(a: Record, b: Record) -> float:
-    """Between the beginnings of two runs."""
+    """Hours between the beginnings of two runs."""
     first, second = (datetime.fromisoformat(str(each.environment["date"])) for each in (a, b))
     return abs((second - first).total_seconds()) / 3600
 
 
 def faster(name_a: str, a: Record, name_b: str, b: Record) -> str:
-    """Which of two is faster, and by how much: a clause without a full stop, which says so if it cannot be told."""
+    """State the faster of two, and by how much: a clause without a full stop, which says so if it cannot be told."""
     if hours_apart(a, b) > 0.5:
         return f"{name_a} and {name_b} were not measured together ({_hours(a, b)} apart), so they are not compared"
     ratios = pair_ratios(a, b)
@@ -90,7 +90,7 @@ def faster(name_a: str, a: Record, name_b: str, b: Record) -> str:
 def from_which(
     name_a: str, a: Mapping[float, Record], name_b: str, b: Mapping[float, Record], what: str = "{:,g}"
 ) -> str:
-    """From which size on `name_a` is faster than `name_b`: a clause over all sizes that both have."""
+    """State the size from which on `name_a` is faster than `name_b`: a clause over all sizes that both have."""
     sizes = sorted(a.keys() & b.keys())
     if not sizes:
         return f"{name_a} and {name_b} were not measured at the same size"
@@ -113,7 +113,7 @@ def from_which(
 
 
 def prediction_error(pairs: Sequence[tuple[float, float]]) -> str:
-    """How far predictions are off: `(predicted, measured)` pairs as a clause, with the median and range of ratios."""
+    """Error of predictions: `(predicted, measured)` pairs as a clause, with the median and range of ratios."""
     if not pairs:
         return "nothing was measured"
     ratios = sorted(predicted / measured for predicted, measured in pairs)

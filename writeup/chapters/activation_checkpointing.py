@@ -157,7 +157,7 @@ def saved(cited: Citation) -> list[str]:
 
 
 def best(cited: Citation) -> str:
-    """Which length of a segment needed least of those measured, and whether the prediction named it: a clause."""
+    """State the measured length of a segment with the least memory, and whether it was predicted: a clause."""
     lengths = {r.config["recompute_every"]: r for r in cited.measured.only(recompute="segments")}
     if not lengths:
         return ""

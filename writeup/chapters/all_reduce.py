@@ -1,4 +1,4 @@
-"""How long an all-reduce takes: over its size, the number of ranks, and a link between two nodes."""
+"""Time of an all-reduce over its size, the number of ranks, and a link between two nodes."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ TOGETHER = 0.5  # hours; what was measured further apart is not compared
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Ours on one node and on two, the fits, the original's, and what the commentary is made of."""
+    """Ours on one node and on two, the fits, the original's, and the values of the commentary."""
     one, two = book.cite("allreduce", nodes=1, link=""), book.cite("allreduce", nodes=2, command=SIMULATED)
     theirs = beside(book, ORIGINAL, ONE, "ms")
     return {

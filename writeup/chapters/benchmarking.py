@@ -1,4 +1,4 @@
-"""How long a forward pass, a backward pass and a step take, with and without warm-up."""
+"""Times of a forward pass, a backward pass and a step, with and without warm-up."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ FEW = 3  # samples below which a deviation says nothing
 
 
 def content(book: Book) -> dict[str, Any]:
-    """The tables with and without warm-up, the predictions' error, and what the commentary is made of."""
+    """The tables with and without warm-up, the predictions' error, and the values of the commentary."""
     command = "python -m benchmarks.e2e"
     warm = as_preset(book.cite("e2e", PLAIN, warmup=2, mode=MODES, command=f"{command} --all-sizes"))
     cold = as_preset(book.cite("e2e", PLAIN, warmup=0, mode=MODES, command=f"{command} --size small --warmup 0"))
@@ -191,7 +191,7 @@ def expected(table: PublishedTable) -> list[float | None]:
 
 
 def backward(cited: Citation) -> str:
-    """How many forward passes a backward pass takes, by size, where neither time is noisy."""
+    """Time of a backward pass over that of a forward pass, by size, where neither time is noisy."""
     shares = []
     for size in cited.measured.values("size"):
         one, other = (cited.measured.one(size=size, mode=mode) for mode in ("forward", "backward"))

@@ -1,4 +1,4 @@
-"""How large a bucket should be: the sweep, the equation with overhead and bandwidth fitted, and its best size."""
+"""Best size of a bucket: the sweep, the equation with overhead and bandwidth fitted, and its optimum."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ def published(book: Book) -> Table:
 
 
 def bound(model: Model) -> str:
-    """Which of the two is longer, backward or the bytes, and what follows."""
+    """State the longer of the two, backward or communication, and the consequence."""
     transfer = model.nbytes / model.line.bandwidth
     if transfer > model.backward:
         return (

@@ -1,4 +1,4 @@
-"""Decisions: the fastest layout for some models and machines, as `cost search` finds it, and what the rest lose."""
+"""Decisions: the fastest layout for some models and machines, as `cost search` finds it, and the loss with others."""
 
 from functools import cache
 from typing import Any, NamedTuple

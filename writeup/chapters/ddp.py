@@ -8,7 +8,7 @@ from writeup.schematics import wrappers as wrappers_picture
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and pictures of the sections, and what the sentences speak of."""
+    """Tables and pictures of the sections, and the values that its sentences quote."""
     found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "orders": wrappers_picture()}
     for part in (wrappers, buckets):
         found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}

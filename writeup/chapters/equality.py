@@ -1,4 +1,4 @@
-"""The equality matrix as a table: a tick for each test that proves a cell, and why the empty ones are empty."""
+"""The equality matrix as a table: a tick for each test that proves a cell, and the reason for each empty cell."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A flame graph of one step, and what it shows of norms, softmax and the rest."""
+"""A flame graph of one step, and the shares of norms, softmax and other parts in it."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention: what the scores cost when they are kept, and FlashAttention-2, which forgets them."""
+"""Attention: the cost of keeping the scores, and FlashAttention-2, which recomputes them."""
 
 from dataclasses import replace
 from statistics import median as middle

@@ -1,4 +1,4 @@
-"""Which operators a pass calls, how often, and what share of its time they take."""
+"""Operators of a pass: number of calls, and share of its time."""
 
 from dataclasses import replace
 from typing import Any

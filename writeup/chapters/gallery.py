@@ -1,4 +1,4 @@
-"""The gallery of broken variants: each as a difference, with the test that sees it and what that said."""
+"""The gallery of broken variants: each as a diff, with the test that fails and its message."""
 
 import re
 from typing import Any

@@ -22,7 +22,7 @@ Pair = tuple[float, float]  # predicted, measured
 
 
 def content(book: Book) -> dict[str, Any]:
-    """The overview of all benchmarks, and what the sentences are made of."""
+    """The overview of all benchmarks, and the values that its sentences quote."""
     cited = {name: book.cite(name) for name in dict.fromkeys(run.name for run in RUNS)}
     records = [record for citation in cited.values() for record in citation]
     timed = {name: found for name, found in cited.items() if name not in BOUNDS}

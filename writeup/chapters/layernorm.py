@@ -38,7 +38,7 @@ EAGER_TRIPS, FUSED_TRIPS = 7, 2
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Both tables, the picture, and what the commentary is chosen from."""
+    """Both tables, the picture, and the values of the commentary."""
     norms = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": "forward"})
     compared = cite(book, "norm=layernorm")
     pairs = in_turn(compared, "norm=layernorm")

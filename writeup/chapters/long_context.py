@@ -13,7 +13,7 @@ WAYS = ("ring", "gather", "ulysses")
 
 
 def content(book: Book) -> dict[str, Any]:
-    """The table, the picture, and what the sentences speak of."""
+    """The table, the picture, and the values that its sentences quote."""
     cited = book.cite("long_context")
     return {
         "table": table(book, cited),

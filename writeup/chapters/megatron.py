@@ -37,7 +37,7 @@ COLOURS = PARTS | {"tensor parallel": "#D55E00"}
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and figures of the three parts, and what the commentary is made of."""
+    """Tables and figures of the three parts, and the values of the commentary."""
     cited = book.cite("scaling")
     study = read_runs([STUDY])
     steps = [predicted_step(run) for run in study]

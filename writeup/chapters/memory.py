@@ -7,7 +7,7 @@ from writeup.chapters import activation_checkpointing, peaks
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and pictures of the sections, and what the sentences speak of."""
+    """Tables and pictures of the sections, and the values that its sentences quote."""
     found: dict[str, Any] = {"f": facts(lambda: spoken(book))}
     for part in (peaks, activation_checkpointing):
         found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}

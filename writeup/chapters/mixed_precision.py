@@ -31,7 +31,7 @@ STEPS_BF16 = 2**7
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Sums, dtypes, timings, and what the commentary is made of."""
+    """Sums, dtypes, timings, and the values of the commentary."""
     sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
     dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
     compared = cite(book, "precision=bf16")

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables of a layer, of evaluations, of calls and of the sweep, and what the commentary is made of."""
+    """Tables of a layer, of evaluations, of calls and of the sweep, and the values of the commentary."""
     layer, evaluation, sweep = (book.cite(name, settings) for name, settings in SETTINGS.items())
     counted = next((record for record in evaluation.measured if is_published(record)), None)
     chosen = largest_cells(sweep)

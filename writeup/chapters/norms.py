@@ -10,7 +10,7 @@ from writeup.words import pair_ratios
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and pictures of the four sections, and what the sentences speak of."""
+    """Tables and pictures of the four sections, and the values that its sentences quote."""
     found: dict[str, Any] = {"f": facts(lambda: spoken(book))}
     for name, part in {"layernorm": layernorm, "rmsnorm": rmsnorm, "compiled": compiling, "fused": fused}.items():
         found |= {f"{name}_{key}": value for key, value in part.content(book).items()}

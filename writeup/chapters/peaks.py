@@ -1,4 +1,4 @@
-"""How much memory a forward pass and a training step need, for what, and how exactly it can be counted beforehand."""
+"""Memory of a forward pass and of a training step, by use, and the error of its prediction."""
 
 from typing import Any
 
@@ -141,7 +141,7 @@ def tensors(book: Book, cited: Citation) -> Table:
 
 
 def error(cited: Citation) -> str:
-    """How far the predictions are off at most: a clause, or nothing."""
+    """Largest error of the predictions: a clause, or nothing."""
     known = [r for r in cited.measured if r.predicted.get("peak_memory_bytes") and r.metrics.get("peak_memory_bytes")]
     if not known:
         return ""

@@ -1,4 +1,4 @@
-"""Every figure that cannot be or does not fit, ours and published, with the reason."""
+"""Implausible figures, ours and published, each with the reason."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The roofline notebook: its tables, the corrected physics beside them, and how far off the model is for real runs."""
+"""The roofline notebook: its tables, the corrected physics beside them, and the model's error on real runs."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -10,7 +10,7 @@ from writeup.words import pair_ratios
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and pictures of the sections, and what the sentences speak of."""
+    """Tables and pictures of the sections, and the values that its sentences quote."""
     found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "resting": resting()}
     for part in (optimizer_sharding, fsdp):
         found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}

@@ -12,7 +12,7 @@ from writeup.words import pair_ratios
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables and pictures of the four sections, and what the sentences speak of."""
+    """Tables and pictures of the four sections, and the values that its sentences quote."""
     parts = (function_calls, flame_graph, mixed_precision, benchmarking)
     found: dict[str, Any] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""The appendix of tests: the source of each that is cited, and what came of it."""
+"""The appendix of tests: the source of each cited test, and its outcome."""
 
 import re
 from typing import Any

@@ -101,7 +101,7 @@ def picture(runs: list[Citation]) -> Figure:
 
 
 def whiskers(record: Record, base: Record | None) -> tuple[float, float]:
-    """How far the quartiles of what is exposed lie below and above its median, turn by turn; 0 without turns."""
+    """Distances of the quartiles of the exposed time from its median, turn by turn; 0 without turns."""
     if base is None or not in_turn(record, base):
         return 0.0, 0.0
     low, high = quartiles([with_it - alone for with_it, alone in zip(record.samples_ms, base.samples_ms, strict=True)])
@@ -128,7 +128,7 @@ def overlaps(book: Book, traced: Citation) -> Table:
 
 
 def ordered(traced: Citation) -> list[Record]:
-    """From the plainest wrapper on."""
+    """Sort traces from the plainest wrapper on."""
     return sorted(traced.measured, key=lambda record: WRAPPERS.index(record.config["wrapper"]))
 
 

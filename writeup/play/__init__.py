@@ -1,1 +1,1 @@
-"""The part of the page that a reader can operate: numbers that Python computed, and the script that shows them."""
+"""The interactive part of the page: numbers that Python computed, and the script that shows them."""

@@ -1,4 +1,4 @@
-"""The page with its playable parts: style, numbers as JSON, and the script that looks them up."""
+"""The page with its interactive parts: style, numbers as JSON, and the script that looks them up."""
 
 import json
 from functools import cache
