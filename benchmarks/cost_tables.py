@@ -164,7 +164,7 @@ def runs_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
 
 
 def own_table(results: Path) -> str:
-    """Of each benchmark's records with a predicted time: the ratio of predicted to measured."""
+    """Table of predicted over measured time, for each benchmark's records that have a prediction."""
     lines = []
     for path in sorted(results.glob("*/*.jsonl")):
         ratios = sorted(ratio for record in read_records(path) if (ratio := predicted_ratio(record)) is not None)

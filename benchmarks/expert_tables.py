@@ -212,7 +212,7 @@ def sweep(records: list[Record]) -> Table:
 
 
 def about(records: list[Record]) -> str:
-    """Where and when records were measured, and the reservations."""
+    """Machine and date of records, and reservations about them."""
     where: dict[str, Any] = records[-1].environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
     text = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"

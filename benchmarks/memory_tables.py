@@ -54,7 +54,7 @@ def peak_sheet(records: list[Record], where: str) -> Table:
 
 
 def recompute_name(record: Record) -> str:
-    """How a record's model recomputes: `none`, `segments of 2`."""
+    """Name of a record's way to recompute: `none`, `segments of 2`."""
     config = record.config
     return f"segments of {config['recompute_every']}" if config["recompute"] == "segments" else str(config["recompute"])
 

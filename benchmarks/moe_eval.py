@@ -121,7 +121,7 @@ class MoEEvalSettings(ExpertOptions):
         return self.profile or self.out is not None
 
     def folder(self) -> Path:
-        """Where the profile goes."""
+        """Folder for the profile."""
         return self.out or Path("runs/moe_eval") / self.size
 
     def sizes(self, config: ModelConfig, ranks: int) -> dict[str, int]:

@@ -86,7 +86,7 @@ def settings_row(group: dict[str, Any], step: int) -> tuple[float, ...]:
 
 
 def plain_update(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, settings: tuple[float, ...]) -> None:
-    """The same update in plain torch, in place, of tensors of any layout: what runs where the kernel cannot."""
+    """The same update in plain torch, in place, of tensors of any layout, where the kernel cannot run."""
     sign, beta1, rest1, beta2, rest2, shrink, step_size, root_bias, eps = settings
     wide = grad.to(mean.dtype) * sign
     mean.mul_(beta1).add_(wide, alpha=rest1)

@@ -91,7 +91,7 @@ TILES = {
 
 
 def arithmetic(dtype: torch.dtype) -> str:
-    """How products are computed: "half"; for float32, "tf32" where torch's own products may use it, else "ieee"."""
+    """Precision of matrix products: "half"; for float32, "tf32" where torch's own products may use it, else "ieee"."""
     single = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     return single if dtype == torch.float32 else "half"
 

@@ -24,7 +24,7 @@ Grid = tuple[int, int, int]
 
 
 class _Missing:
-    """In place of `triton` and `tl` where Triton is not installed: has every attribute, none of any use."""
+    """Placeholder for `triton` and `tl` where Triton is not installed: it has every attribute, none of any use."""
 
     def __getattr__(self, name: str) -> "_Missing":
         return self

@@ -75,7 +75,7 @@ def backward_kernel(
 
 
 def cut(rows: int, columns: int) -> tuple[int, dict[str, int]]:
-    """How many programs, and the block that each holds at once: as many columns as fit into a tile, then rows."""
+    """Number of programs, and the block that each holds at once: as many columns as fit into a tile, then rows."""
     block_columns = min(TILE // 16, ceil_power_of_2(columns))
     block_rows = TILE // block_columns
     return -(-rows // block_rows), {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}

@@ -35,7 +35,7 @@ class Citation:
         return len(self.records)
 
     def only(self, config: Mapping[str, Wanted] | None = None, /, **more: Wanted) -> "Citation":
-        """Those with these settings. Raises CitationError for a setting that no record of the benchmark has."""
+        """Select records by settings. Raises CitationError for a setting that no record of the benchmark has."""
         wanted = {**(config or {}), **more}
         for key in wanted:
             if self.keys and key not in self.keys:
@@ -68,7 +68,7 @@ class Citation:
 
     @property
     def measured(self) -> "Citation":
-        """Those that were measured, without what did not fit or is not supported here."""
+        """Select records that were measured, not those that did not fit or are not supported here."""
         return Citation(self.benchmark, self.command, tuple(r for r in self.records if r.status == "ok"), self.keys)
 
 

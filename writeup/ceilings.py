@@ -57,7 +57,7 @@ def pass_seconds(config: ModelConfig, batch: int, seq: int, precision: str, what
 
 
 def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm = "rmsnorm") -> float:
-    """The same for a cell of the original: batch 16 and context 128 on the GPU that its kernels point to."""
+    """Predicted seconds of a cell of the original: batch 16 and context 128 on the GPU that its kernels point to."""
     config = model_preset(size, 2024).override(norm=norm)
     return pass_seconds(config, 16, 128, precision, what, system_preset("H100"))
 

@@ -26,7 +26,7 @@ def _changes(commit: str) -> frozenset[str] | None:
 
 
 def changed_since(commit: str, files: Iterable[str]) -> list[str] | None:
-    """Which of the files, relative to the project's root, have changed since a commit.
+    """List the files, relative to the project's root, that have changed since a commit.
 
     None if that cannot be known: there is no git, or no such commit here, as in a shallow clone.
     """

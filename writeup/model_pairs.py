@@ -35,7 +35,7 @@ def cite(book: Book, variant: str) -> Citation:
 
 
 def as_preset(cited: Citation) -> Citation:
-    """Those with the attention and the kernels of the size's preset, as without an option."""
+    """Select records with the attention and the kernels of the size's preset, as without an option."""
 
     def usual(record: Record) -> bool:
         model = model_preset(record.config["size"], record.config["year"])
@@ -46,7 +46,7 @@ def as_preset(cited: Citation) -> Citation:
 
 
 def in_turn(cited: Citation, variant: str) -> Pairs:
-    """By size and pass, the plain model and the variant of one run.
+    """Pairs of plain model and variant from one run, by size and pass.
 
     A run stamps each variant with a date of its own, so the base takes over the variant's, once its samples give the
     ratio that the variant's record has; otherwise it is the base of another run, and left out.
@@ -92,7 +92,7 @@ def predicted_ratio(base: Record, record: Record) -> float | None:
 
 
 def said(pairs: Pairs, variant: str, base: str) -> list[str]:
-    """For each size and pass, which of the two is faster: sentences."""
+    """Sentences that name the faster of the two for each size and pass."""
     found = pairs.items()
     return [f"`{size}`, {what}: {faster(variant, record, base, plain)}." for (size, what), (plain, record) in found]
 

@@ -8,8 +8,8 @@ LINE = 95  # characters of a title over the whole width
 
 
 def narrowed(canvas: Any, width: float = WIDTH) -> Any:
-    """The same matplotlib figure. Titles and labels are broken into lines that fit their panel, and legends of several
-    columns have half as many, for which it gets higher."""
+    """Make the matplotlib figure narrower. Titles and labels are broken into lines that fit their panel, legends of
+    several columns get half as many, and the figure gets higher for them."""
     canvas.set_size_inches(width, 1.15 * canvas.get_size_inches()[1])
     if canvas.get_suptitle():
         canvas.suptitle(fill(canvas.get_suptitle(), LINE), fontsize="medium")

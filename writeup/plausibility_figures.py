@@ -57,7 +57,7 @@ class Figure:
             return None
 
     def place(self, axis: str) -> float:
-        """Where it stands along a setting: a model by its parameters."""
+        """Position along a setting: a model's is its number of parameters."""
         model = self.model if axis == "size" else None
         return float(sum(count_parameters(model).values())) if model else float(self.settings[axis])
 
@@ -110,7 +110,7 @@ def data_sheet(system: str, inside: bool = True) -> Ceilings:
 
 
 def measured_ceilings(records: Sequence[Record]) -> Ceilings:
-    """Of the GPU's data sheet, or else the best of all records of the machine."""
+    """Ceilings by the GPU's data sheet, or else the best of all records of the machine."""
     known = next(filter(None, (nearest_system(str(each.environment.get("device"))) for each in records)), None)
     if known:
         return _ceilings(known)

@@ -35,8 +35,8 @@ def over_link(nbytes: float, ranks: int, seconds: float, bandwidth: float) -> st
 
 
 def over_memory(nbytes: float, seconds: float, bandwidth: float) -> str:
-    """More bytes a second than the memory gives (bytes/s), of what reads and writes at least `nbytes`: an element-wise
-    operator or a norm must read its input and write its output once. What may have stayed in a cache is let pass."""
+    """An operation above the memory's bandwidth (bytes/s), of at least `nbytes` read and written: an element-wise
+    operator or a norm must read its input and write its output once. Sizes that may stay in a cache are accepted."""
     if nbytes < CACHED_BYTES or nbytes / seconds <= SLACK * bandwidth:
         return ""
     return (

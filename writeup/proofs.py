@@ -70,7 +70,7 @@ class Report:
         return found
 
     def older(self, nodes: Iterable[str]) -> list[str] | None:
-        """Those whose file has changed since the report's commit; None if git cannot tell."""
+        """List tests whose file has changed since the report's commit; None if git cannot tell."""
         files = {node: node.partition("::")[0] for node in nodes}
         changed = changed_since(str(self.environment.get("commit")), sorted(set(files.values())))
         return None if changed is None else [node for node, file in files.items() if file in changed]

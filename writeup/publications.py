@@ -38,9 +38,9 @@ TEXT = "text"  # the unit of words, such as the name of a type
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.machines`, if it has one.
+    """Origin of figures; `system` is the hardware's name in `cs336_systems.cost.machines`, if it has one.
 
-    The year of what bears no date is 0.
+    The year of an undated source is 0.
     """
 
     id: str

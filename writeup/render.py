@@ -1,4 +1,4 @@
-"""From Markdown to one HTML file, and to a PDF: pandoc, then Typst. Both work without a network."""
+"""Conversion of Markdown to one HTML file and one PDF, by pandoc and Typst. Both work without a network."""
 
 import os
 from pathlib import Path

@@ -87,7 +87,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str], noisy: bool) -> str:
-    """Under a table: hardware, versions, commits, dates, runs, and what the marks mean; nothing without records."""
+    """Text under a table: hardware, versions, commits, dates, runs, meaning of the marks; nothing without records."""
     if not records:
         return ""
     lines = list(dict.fromkeys(_where(record) for record in records))

@@ -87,7 +87,7 @@ def load_eager(task: AttentionTask, device: torch.device) -> Function:
 
 
 def load_compiled(task: AttentionTask, device: torch.device) -> Function:
-    """The same through torch.compile."""
+    """Load the course's attention, compiled by torch.compile."""
     return compiled(load_eager(task, device), device)
 
 

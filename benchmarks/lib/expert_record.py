@@ -31,7 +31,7 @@ def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width:
 
 
 def ratios(base: Outcome, mine: Outcome) -> dict[str, float]:
-    """How many times less the second formulation spends than the first, from the same turns."""
+    """Cost of the first formulation over that of the second, from the same turns."""
     found = {"cpu_per_layer": base.mean("layers_cpu") / max(mine.mean("layers_cpu"), 1e-9)}
     found |= {"cpu_per_batch": base.mean("cpu") / mine.mean("cpu")}
     found |= {"seconds": base.seconds(words=False) / mine.seconds(words=False)}

@@ -81,7 +81,7 @@ def read_slowly(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
 
 
 def read_at_once(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
-    """The same words by one copy from the device; `known` is the targets on the host."""
+    """Read the same words by one copy from the device; `known` are the targets on the host."""
     real = known != IGNORED
     return list(zip(known[real].tolist(), log_probs.double().cpu()[real].tolist(), strict=True))
 
@@ -155,7 +155,7 @@ class Scorer:
 
     @torch.no_grad()
     def log_probs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a batch: (targets on the host, on the device, their log-probabilities in nats), each (rows seq); zero at
+        """Score a batch: (targets on the host, on the device, their log-probabilities in nats), each (rows seq), zero at
         padding."""
         known = self.blocks.batch(number, self.mesh.data.rank(), self.mesh.data.size(), self.rows)
         batch = known.to(self.device)
@@ -219,7 +219,7 @@ class Scorer:
 
 
 def summarise_load(wanted: Tensor, kept: Tensor) -> dict[str, float]:
-    """How evenly the experts were chosen, from (layers top_k experts) choices and (layers top_k) of them kept: the
+    """Balance of the experts' load, from (layers top_k experts) choices and (layers top_k) of them kept: the
     share dropped, the shares on the most and least loaded fifth of the experts and how many nobody chose, the mean
     over layers. fairseq (branch moe) logs the same."""
     experts = wanted.sum(1).sort(dim=1, descending=True).values

@@ -110,7 +110,7 @@ class CrossEntropy(Kernel):
         return (tokens * (vocab + 64) + 2 * (tokens + vocab) * d_model) * task.itemsize
 
     def gate_bytes(self, task: FusedTask) -> int:
-        """In float64 the weight, its gradient, the candidate's and their difference."""
+        """Bytes in float64 of the weight, its gradient, the candidate's and their difference."""
         return 4 * 8 * task.sizes[1] * task.sizes[2]
 
     def inputs(self, task: FusedTask, device: torch.device) -> LossInputs:

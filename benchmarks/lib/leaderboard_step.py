@@ -41,7 +41,7 @@ class LeaderboardStep:
 
     @property
     def tolerance(self) -> float:
-        """Of one block in bf16: some roundings to it, and sums in float32 (see `gate.check`)."""
+        """Relative tolerance of one block in bf16: some roundings to it, and sums in float32 (see `gate.check`)."""
         longest = max(self.config.d_ff, self.config.vocab_size)
         return STAGES * (UNIT_ROUNDOFF["bf16"] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
 

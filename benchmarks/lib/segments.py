@@ -1,4 +1,4 @@
-"""How long should a segment of recomputed blocks be? Short ones keep many inputs, long ones recompute much at once.
+"""Best length of a segment of recomputed blocks. Short ones keep many inputs, long ones recompute much at once.
 
 With L blocks of which each keeps b bytes, and s bytes of the stream between two, segments of k blocks need about
 (L / k) s + k b: least at k = sqrt(L s / b). It is sqrt(L) where s = b, as in Chen et al. (arXiv:1604.06174, section 4),

@@ -100,7 +100,7 @@ for foreach_types in (optimizer._foreach_supported_types, _foreach_utils._foreac
 
 
 def as_shard(tensor: Tensor, rows: Rows) -> ShardTensor:
-    """The same memory as a shard."""
+    """View a tensor's memory as a shard."""
     shard = tensor.as_subclass(ShardTensor)
     shard.rows = rows
     return shard

@@ -65,7 +65,7 @@ def average(group: Group, model: Any, optimizer: Any) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """How to build, synchronise and read a parallel model; of kind "step", `build` is the training step itself."""
+    """Functions that build, synchronise and read a parallel model; of kind "step", `build` is the training step."""
 
     name: str
     kind: str

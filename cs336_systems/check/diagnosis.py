@@ -235,7 +235,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
-    """Which invariant fails, where first and by how much, told from the wrong tensors of one kind and step."""
+    """Find the invariant that fails, the first place and the error, from the wrong tensors of one kind and step."""
     sent = [each for each in found if each.cause == "another rank's"]  # which to that rank itself is its own
     first = (sent or found)[0]
     (step, kind, name), cause = found[0].key, first.cause

@@ -57,7 +57,7 @@ def probe(name: str, module: ModuleType, ranks: int, timeout: float, page: str) 
 def first_errors(
     name: str, probes: Mapping[str, Callable[[Group], None]], ranks: int, timeout: float
 ) -> dict[str, str]:
-    """Of each function that is called on forked ranks, the error that tells most, or an empty text."""
+    """Call each function on forked ranks; returns the most informative error of each, or an empty text."""
     function = Candidate(name, "function", lambda case, group: probes[case](group))
     found = run_cases(function, [Case(each, kinds=("function",)) for each in probes], ranks, timeout)
     errors = {case: [each.error for each in notes if each.error] for case, notes in found.items()}

@@ -53,7 +53,7 @@ class Simulation:
 
     @property
     def peak_live(self) -> list[int]:
-        """Of each stage, the largest number of forwards begun whose backward, with all its parts, has not ended."""
+        """For each stage, the largest number of forwards begun whose backward, with all its parts, has not ended."""
         last = "weights" if any(each.action.kind == "weights" for each in self.timeline[0]) else "backward"
         steps = {"forward": 1, last: -1}
         return [max(accumulate(steps.get(each.action.kind, 0) for each in row)) for row in self.timeline]

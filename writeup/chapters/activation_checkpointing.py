@@ -35,7 +35,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def one_shape(cited: Citation) -> Citation:
-    """Those of the model and the tokens that were measured first, whatever they recompute."""
+    """Select records of the model and tokens that were measured first, whatever they recompute."""
     first = next(iter(cited), None)
     ways = ("recompute", "recompute_every")
     return cited.only({key: value for key, value in first.config.items() if key not in ways}) if first else cited
@@ -70,7 +70,7 @@ def residuals(book: Book, cited: Citation) -> Table:
 
 
 def inside(book: Book, cited: Citation) -> Table:
-    """The same inside one block."""
+    """Table of the bytes kept for backward inside one block."""
     records = list(cited)
     rows = [[markdown_text(row[0]), *row[1:]] for row in grouped([record.metrics["modules"] for record in records])]
     return Table(book, ("<kept by", *map(recompute_name, records)), rows, cited)

@@ -201,7 +201,7 @@ def students(book: Book, one: Citation) -> Table:
 
 
 def original(theirs: Beside) -> str:
-    """How many of the original's figures over NCCL are suspect, and the fastest bus that they would mean."""
+    """Number of the original's figures over NCCL that are suspect, and the fastest bus that they would imply."""
     rows = [row for row in theirs.table.rows if row.keys["backend"] == "nccl"]
     marked = sum(bool(theirs.book.doubts(row.values["mean"])) for row in rows)
     if not marked:

@@ -29,7 +29,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def limits(book: Book, answers: Mapping[str, Answer]) -> Table:
-    """For each way to split a layer: communication over compute, and how many devices it is hidden up to."""
+    """Table of the ways to split a layer: communication over compute, and the most devices that hide it."""
     data, sharded, tensor, grid = (
         answers[name].numbers for name in ("data-parallel", "fsdp", "tensor-parallel", "fsdp-tensor-parallel")
     )
@@ -130,7 +130,7 @@ def _tokens(axes: Any, answer: Answer) -> None:
 
 
 def picture(answers: Mapping[str, Answer]) -> Figure:
-    """When communication takes longer than compute, for one layer and for XXL."""
+    """Picture of where communication takes longer than compute, for one layer and for XXL."""
 
     def into(panels: Any) -> None:
         _many(panels[0])

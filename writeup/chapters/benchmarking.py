@@ -103,7 +103,7 @@ def mean(book: Book, record: Record) -> str:
 
 
 def spread(records: list[Record]) -> list[list[float]]:
-    """How far below and above the medians the quartiles lie; the least and the most of fewer than 5 samples."""
+    """Distances of the quartiles from the medians; with fewer than 5 samples, of the least and the most."""
     bounds = [
         (min(r.samples_ms), max(r.samples_ms)) if len(r.samples_ms) < 5 else quartiles(r.samples_ms) for r in records
     ]

@@ -40,7 +40,7 @@ class Model:
         return overhead(self.nbytes, self.line.bandwidth, self.line.overhead, buckets)
 
     def general(self, buckets: float) -> float:
-        """The same with backward's own length."""
+        """Seconds after backward, with backward's own length."""
         return overhead(self.nbytes, self.line.bandwidth, self.line.overhead, buckets, self.backward)
 
     @property

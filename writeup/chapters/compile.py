@@ -100,7 +100,7 @@ def original_models_gains(book: Book) -> dict[tuple[str, str], float]:
 
 
 def original_shares(book: Book) -> dict[tuple[str, str], str]:
-    """The same as cells."""
+    """The original's eager over compiled time as cells."""
     return {where: f"{factor:.2f}" for where, factor in original_models_gains(book).items()}
 
 

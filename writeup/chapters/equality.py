@@ -67,7 +67,7 @@ def _link(report: Report, node: str) -> str:
 
 
 def published(book: Book) -> str:
-    """How far a student's FSDP was off one GPU: a clause."""
+    """Error of a student's FSDP against one GPU: a clause."""
     table = book.published.table("precipice-blades", "equality")
     found = joined(f"{row.values['difference'].text.split()[0]} on {row.keys['ranks']}" for row in table.rows)
     where = f"`{table.source.title}`, {table.source.year}, {markdown_text(table.hardware)}"

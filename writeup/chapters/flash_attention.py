@@ -52,7 +52,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def narrowed(cited: Citation) -> Citation:
-    """Of a large grid the part that a page holds: heads of 64, in bfloat16 if there is any."""
+    """Select the part of a large grid that fits a page: heads of 64, in bfloat16 if there is any."""
     dims = cited.values("dim") if cited else []
     chosen = cited.only(dim=64 if 64 in dims else dims[0]) if dims else cited
     return chosen.only(dtype="bf16") if chosen and "bf16" in chosen.values("dtype") else chosen

@@ -72,7 +72,7 @@ def expected(cited: Citation, dim: int, seq: int, what: str) -> str:
 
 
 def measured_cells(cited: Citation) -> str:
-    """Which cells of the course's grid were measured: a sentence."""
+    """Sentence on the cells of the course's grid that were measured."""
     cells = sorted({(r.config["dim"], r.config["seq"]) for r in cited.measured} & set(GRID))
     if not cells or len(cells) == len(GRID):
         return ""

@@ -163,7 +163,7 @@ def trace(book: Book, record: Record) -> Figure | None:
 
 
 def overlap(traced: Citation) -> str:
-    """How much of the gathers and reductions is hidden, by rank."""
+    """Hidden share of the gathers and reductions, by rank."""
     lines = []
     for record in traced.measured:
         shares = joined(f"{each:.0%}" for each in metric(record, "overlap"))
@@ -202,7 +202,7 @@ def answer() -> str:
 
 
 def student_said(book: Book) -> str:
-    """Where the published saving lies against the formula at rest."""
+    """Published saving compared with the formula for memory at rest."""
     theirs = book.published.table(STUDENT, "fsdp")
     base = theirs.value("peak", candidate="ddp", ranks=2, precision="fp32")
     shares, count = [], parameters_of(SIZE, YEAR)

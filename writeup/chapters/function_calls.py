@@ -113,7 +113,7 @@ def softmax(book: Book, cited: Citation) -> Table:
 
 
 def more_time_than_flops(cited: Citation, book: Book) -> str:
-    """By how much the softmax takes more of the time than of the FLOPs: a clause, or nothing where it does not."""
+    """Ratio of softmax to products in time over that in FLOPs: a clause, or nothing if it is not above 1."""
     found = {}
     for record in cited:
         parts = {row["name"]: row for row in (tables(book, record) or {})["attention"]}

@@ -54,7 +54,7 @@ def table(book: Book, cited: Citation) -> Table:
 
 
 def largest(book: Book, citations: list[Citation]) -> Table:
-    """For each kernel, at its last shape with every pass: plain torch, the others' time over it, and its bound."""
+    """Row for each kernel, at its last shape with every pass: plain torch, the others' time over it, and its bound."""
     rows, used = [], []
     for cited, name in zip(citations, KERNELS.values(), strict=True):
         for each in dict.fromkeys(record.config["pass"] for record in cited.measured):

@@ -121,7 +121,7 @@ def picture(cited: Citation) -> Figure:
 
 
 def which(cited: Citation) -> str:
-    """Which of the two is faster, from which width on."""
+    """State the faster of the two, and from which width on."""
     fused, eager = by_columns(cited, "layernorm"), by_columns(cited, "eager")
     return from_which("LayerNorm", fused, "eager RMSNorm", eager, "{:,g} columns") if fused and eager else ""
 

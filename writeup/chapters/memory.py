@@ -15,7 +15,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(book: Book) -> dict[str, Any]:
-    """How exact the counts are, and what recomputing saves of what a block keeps."""
+    """Error of the counts, and the share of a block's kept bytes that recomputing saves."""
     peaks = book.cite("memory", mode=("forward", "step"), recompute="none").measured
     ratios = [r.predicted["peak_memory_bytes"] / r.metrics["peak_memory_bytes"] for r in peaks]
     kept = book.cite("memory", mode="residuals")

@@ -69,7 +69,7 @@ def accumulation(book: Book, cited: Citation) -> Table:
 
 
 def stuck(record: Record | None) -> str:
-    """Where a sum of bfloat16 stops growing: a clause, or nothing."""
+    """Value at which a sum of bfloat16 stops growing: a clause, or nothing."""
     found = (record.metrics["sums"] if record else {}).get("bf16 += bf16")
     if not found or found["added"]:
         return ""
@@ -95,7 +95,7 @@ def published_dtype(book: Book, part: str) -> str:
 
 
 def verdicts(book: Book, record: Record) -> list[str]:
-    """For each part in which the original differs from torch's lists or, where they are silent, from the run here."""
+    """Remarks on parts in which the original differs from torch's lists or, where these say nothing, from our run."""
     said = []
     for theirs, (part, way) in TOY_PARTS.items():
         ours = record.metrics["parts"][part][way]

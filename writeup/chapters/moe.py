@@ -127,7 +127,7 @@ def sweep_table(book: Book, cited: Citation) -> Table:
 
 
 def largest_cells(cited: Citation) -> Citation:
-    """Of the sweep, the cells with the most experts on the most ranks; the figure has the others."""
+    """Cells of the sweep with the most experts on the most ranks; the figure has the others."""
     if not cited:
         return cited
     return cited.only(ranks=max(cited.values("ranks")), experts=max(cited.values("experts")))

@@ -21,7 +21,7 @@ def original_times(book: Book) -> dict[tuple[str, str], Times]:
 
 
 def student_times(book: Book) -> dict[tuple[str, str], Times]:
-    """The same of a student."""
+    """A student's times in both precisions, by size and pass."""
     table = book.published.table(STUDENT, "mixed precision")
     cells = dict.fromkeys((str(row.keys["size"]), str(row.keys["pass"])) for row in table.rows)
     return {

@@ -161,7 +161,7 @@ def best(book: Book, system: System) -> str:
 
 
 def again(book: Book) -> str:
-    """In how many forward cells of the original's models its two sections agree, and how far the others do not."""
+    """Number of forward cells in which the original's two sections agree, and the difference of the others."""
     names = ("models with each norm, forward", "models with each norm")
     one, other = (book.published.table(ROD, name) for name in names)
     pairs = [(row.values["mean"], found) for row in one.rows if (found := other.value("", **row.keys))]

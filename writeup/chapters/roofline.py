@@ -52,7 +52,7 @@ def operators(book: Book, table: NotebookTable) -> Table:
 
 
 def sums(book: Book, tables: list[NotebookTable]) -> Table:
-    """Of the columns that the notebook adds up, over all layers, those that say what a step needs."""
+    """Columns that the notebook adds up over all layers, of those that give the cost of a step."""
     found = [each.totals() for each in tables]
     rows = [
         [f"{markdown_code(name)}, {UNITS[name]}", *(f"{each[name]:.4g}" for each in found),
@@ -93,7 +93,7 @@ def differences(book: Book, kind: Kind) -> Table:
 
 
 def near(runs: Sequence[Published]) -> str:
-    """How many of the families are predicted within 5% on average: a clause."""
+    """Number of families that are predicted within 5% on average: a clause."""
     families = by_family(runs).values()
     within = [found for found in families if fmean(abs(each.error) for each in found) <= 0.05]
     return f"{len(within)} of {len(families)} families of runs within 5% on average"

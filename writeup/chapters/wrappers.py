@@ -110,7 +110,7 @@ def whiskers(record: Record, base: Record | None) -> tuple[float, float]:
 
 
 def overlaps(book: Book, traced: Citation) -> Table:
-    """For each traced wrapper the share of communication behind which its rank computed, by rank."""
+    """Share of communication that computing hides, by traced wrapper and rank."""
     theirs, rows = beside(book, ORIGINAL, "overlap", "%"), []
     for record in ordered(traced):
         wrapper, shares = record.config["wrapper"], metric(record, "overlap")

@@ -124,8 +124,8 @@ def recorded(name: str, rank: int) -> list[list[Any]]:
 
 
 def steps() -> dict[str, Any]:
-    """Of every wrapper what happened, bytes that each rank sends then and has sent so far, and what rank 0 and rank 1
-    hold after it."""
+    """Events of every wrapper, bytes that each rank sends in each and has sent so far, and what ranks 0 and 1 hold
+    after it."""
     found, threads = {}, torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors as small as these
     both_ranks = {name: [recorded(name, rank) for rank in range(RANKS)] for name in WRAPPERS}
