@@ -155,7 +155,7 @@ class Scorer:
 
     @torch.no_grad()
     def log_probs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a batch: (targets on the host, on the device, their log-probabilities in nats), each (rows seq), zero at
+        """Score a batch: (host targets, device targets, their log-probabilities in nats), each (rows seq); zero at
         padding."""
         known = self.blocks.batch(number, self.mesh.data.rank(), self.mesh.data.size(), self.rows)
         batch = known.to(self.device)

@@ -57,8 +57,8 @@ class GatherOrder:
 
 
 def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
-    """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses. Raises TypeError, naming the
-    source, where another kind of object hides them: their backward would not be seen."""
+    """The tensors that require a gradient in nested tuples, lists, dicts and dataclasses. Raises TypeError, naming the
+    source, if they are in another kind of object, where FSDP cannot follow their backward."""
     leaves = tree_leaves(tree)
     for leaf in leaves:
         if is_dataclass(leaf):
@@ -71,7 +71,7 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
 
 
 def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """All layers, each once, and each after those inside it."""
+    """Yield all layers, each once, and each after the layers inside it."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -82,9 +82,9 @@ def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 def shard_weights(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
 ) -> GatherOrder:
-    """Replace every floating-point parameter of two or more axes that is not empty, whatever its name, but for norms',
-    by this rank's rows, and let code outside its layer that reads it get what `lend` gives; the others are small and
-    stay whole. The order is that in which layers are registered, and tied layers share a sharded parameter."""
+    """Replace every floating-point parameter of two or more axes by this rank's rows, except norms' and empty ones; the
+    others are small and stay whole. Code outside a parameter's layer that reads it gets the result of `lend`. The order
+    is that in which layers are registered; tied layers share a sharded parameter."""
     places: dict[nn.Parameter, list[Place]] = {}
     for layer in (each for each in module.modules() if not hasattr(each, "normalized_shape")):
         for key, weight in layer._parameters.items():

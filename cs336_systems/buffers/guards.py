@@ -175,7 +175,7 @@ class Guard:
         self.finished()
 
     def require_finished(self, what: str) -> None:
-        """Raises UserError if `what` would look at gradients that are not synchronised."""
+        """Raises UserError if `what` would read gradients that are not synchronised."""
         if not self.synchronised:
             raise UserError(
                 f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "
@@ -203,7 +203,7 @@ def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None
 
 
 class Wrapper(nn.Module):
-    """A module that a group of ranks trains together, beginning with rank 0's parameters and buffers. Raises UserError,
+    """A module that a group of ranks trains together, starting from rank 0's parameters and buffers. Raises UserError,
     on every rank, if the ranks' modules or the `kind` of wrapper differ."""
 
     gradients: Placement = REPLICATED  # how the mean comes to rest
@@ -223,7 +223,7 @@ class Wrapper(nn.Module):
     def make_buckets(
         self, grouped: Iterable[Sequence[nn.Parameter]], kind: str = "bucket", placement: Placement = REPLICATED
     ) -> None:
-        """Make a bucket for each group of parameters, and from now on have optimizers wait for the synchronisation."""
+        """Make a bucket for each group of parameters; from now on, optimizers refuse to step before the synchronisation."""
         names = self.guard.names
         self.buckets = [
             GradBucket(ps, self.group, f"{kind} {i}, from {names[ps[0]]}", placement, names=names)
