@@ -1,4 +1,4 @@
-"""One file a question: each runs alone or under torchrun, checks its candidates, and appends records."""
+"""Benchmarks, one file per question: each runs alone or under torchrun, checks its candidates, and appends records."""
 
 import sys
 from pathlib import Path

@@ -30,7 +30,7 @@ class ScalingSettings:
 
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, as tp x pp x dp or RANKS:tp x pp x dp.")
     size: str = setting("tiny", "Model preset.")
-    objective: Literal["lm", "bert"] = setting("bert", "Next token, or masked tokens and sentence order.")
+    objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
     vocab_size: int | None = setting(None, "Vocabulary size.  [default: the preset's; 512 for BERT in another's shape]")
     data: tuple[str, ...] = setting(("random",), "Text files, or `random`.")

@@ -223,7 +223,7 @@ class Wrapper(nn.Module):
     def make_buckets(
         self, grouped: Iterable[Sequence[nn.Parameter]], kind: str = "bucket", placement: Placement = REPLICATED
     ) -> None:
-        """Make a bucket for each group of parameters; from now on, optimizers refuse to step before the synchronisation."""
+        """Make a bucket for each group of parameters; optimizers then refuse to step before the synchronisation."""
         names = self.guard.names
         self.buckets = [
             GradBucket(ps, self.group, f"{kind} {i}, from {names[ps[0]]}", placement, names=names)

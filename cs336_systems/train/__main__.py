@@ -205,7 +205,7 @@ class TrainCommand(click.Command):
 def main(more_data: tuple[str, ...], **settings: Any) -> None:
     """Train a language model on text or random tokens and print a sample of what it learned.
 
-    Megatron-LM's names of the options work, too: an option string of its pretraining scripts trains here as it stands.
+    Megatron-LM's option names work, too: options of its pretraining scripts can be pasted here unchanged.
     """
     if more_data and not settings["data"]:
         raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")

@@ -37,7 +37,7 @@ class ModelOptions:
 
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
     year: int = setting(presets.DEFAULT_YEAR, f"Edition of the course that the size is from, {YEARS}.")
-    objective: Literal["lm", "bert"] | None = of_preset("Next token, or masked tokens and sentence order.")
+    objective: Literal["lm", "bert"] | None = of_preset("Predict the next token, or masked tokens and sentence order.")
     num_layers: int | None = of_preset("Number of blocks.", COUNT)
     d_model: int | None = of_preset("Width of the residual stream.", COUNT)
     num_heads: int | None = of_preset("Attention heads.", COUNT)
@@ -48,7 +48,7 @@ class ModelOptions:
     num_kv_heads: int | None = of_preset("Heads of keys and values; fewer than --num-heads for grouped queries.", COUNT)
     positions: presets.Positions | None = of_preset("Kind of position encoding.")
     rotary_base: float | None = of_preset("Base of the wavelengths of rotary positions.", POSITIVE)
-    feed_forward: presets.FeedForwardKind | None = of_preset("Activation of the feed-forward.")
+    feed_forward: presets.FeedForwardKind | None = of_preset("Activation of the MLP.")
     tied_head: bool | None = of_preset("Use the embedding as output weights, too.", click.BOOL, is_flag=False)
     bias: bool | None = of_preset("Give linear layers and LayerNorm biases.", click.BOOL, is_flag=False)
     norm: presets.Norm | None = of_preset("Normalisation.")
