@@ -192,7 +192,7 @@ def plot(runs: list[ScalingRun], path: Path, base: ScalingRun | None = None) -> 
 
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--peak-tflops", type=float, callback=finite, help="Peak TFLOP/s, if logs lack it: 312 for A100.")
+@click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Picture: .png, .svg or .pdf.")
 def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: bool, picture: Path | None) -> None:
