@@ -37,7 +37,7 @@ def compose(
     chosen: Sequence[str] = (),
     solutions: bool = True,
 ) -> Manuscript:
-    """Compose all chapters, or those chosen, in the order of the contents; without solutions, if students get the text.
+    """Compose all chapters, or those chosen, in the order of the contents, with or without solutions.
     Raises CitationError for a citation of what does not exist, and UserError for a chapter that does not."""
     manuscript = Manuscript(text="" if solutions else f"{SAID}\n\n")
     for part, chapters in parts(chosen).items():

@@ -1,4 +1,4 @@
-"""Residuals: what autograd keeps of a forward pass for backward, storage by storage, and which module keeps it.
+"""Residuals: tensors that autograd keeps of a forward pass for backward, by storage and by module.
 
 An `Observer` sees every tensor as it is kept; module spans tell which module is running. None of it needs numbers, so a
 model of any size can be asked on fake tensors, which have shapes and storages but no memory.
@@ -114,7 +114,7 @@ class _Keeper(Observer):
         return super()._pack(tensor.detach())  # a graph that holds itself never dies
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Attribute what the model kept itself, to run a segment again, to the segment's first block, its input."""
+        """Attribute a segment's input, which the model keeps to run the segment again, to the segment's first block."""
         for storage in (self.storage(each) for each in args if isinstance(each, Tensor)):
             if storage in self.kept and self.kept[storage].module == ROOT:
                 self.kept[storage] = self.kept[storage]._replace(module=self.path[-1])

@@ -150,7 +150,7 @@ def _into_file(place: Place, work: Work, task: ScalingTask, path: Path) -> None:
 
 
 class Launcher:
-    """Runs a task on as many ranks as it needs, and returns the answer.
+    """Runs a task on as many ranks as it needs, and returns the result.
 
     Under torchrun the ranks are there already: `here` is this one's place, and a task for one rank is done by each of
     them alone. Otherwise CPU ranks are forked, even a single one, so that this process runs no tensor code.

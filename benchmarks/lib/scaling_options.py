@@ -1,4 +1,4 @@
-"""Grid of a scaling study: its layouts, and the training that each of them does."""
+"""Options of a scaling study: its grid of layouts, and the training run of each."""
 
 import re
 from dataclasses import asdict, dataclass, replace

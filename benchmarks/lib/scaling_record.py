@@ -1,4 +1,4 @@
-"""Results of one layout's turns: whether it trains correctly, its record, and its row of the table."""
+"""Results of one layout's turns: the check of its losses, its record, and its row of the table."""
 
 import math
 import os

@@ -32,7 +32,7 @@ def grade(
     only: tuple[str, ...] = (),
     tests: Path | None = None,
 ) -> Report:
-    """The report on a file that was filled in, or if that is right on a file of its tests. Raises UserError for a file
+    """Report on a file that was filled in, or, if that is right, on a file of its tests. Raises UserError for a file
     without what is asked."""
     if tests is not None:
         report = grade(name, path, ranks, timeout, only=FIRST_ONLY)
@@ -67,7 +67,7 @@ def _asked(name: str, path: Path, ranks: int) -> Candidate:
 
 
 class _Ring(Replica):
-    """Data parallelism over a student's all-reduce, which is held to the bytes that a ring needs."""
+    """Data parallelism over a student's all-reduce, which may send no more bytes than a ring needs."""
 
     def __init__(self, all_reduce: Callable[..., Any], module: nn.Module, group: Any) -> None:
         super().__init__(module)

@@ -67,8 +67,8 @@ def first_errors(
 
 
 def near(what: str, got: Any, want: Tensor, scale: float = 1.0) -> None:
-    """Hold a tensor to what it must be, up to rounding in float64, which exp multiplies by the size of its argument; no
-    gradient is zero."""
+    """Require that a tensor equals the expected one up to rounding in float64, which exp multiplies by the size of its
+    argument; no gradient is zero."""
     got = torch.zeros_like(want) if got is None else got
     hold(isinstance(got, Tensor), f"{what} is no tensor")
     hold(got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
