@@ -1,20 +1,20 @@
-"""Context parallelism: a sequence is split over ranks, and attention looks across them, from outside the model.
+"""Context parallelism: split a sequence over ranks and make attention work across them, without changes to the model.
 
-All layers but attention work on tokens one by one, so each rank runs them on its own. In attention every token sees
-all before it, wherever they are. There are three ways to bring queries and keys together (batch heads seq head_dim):
+All layers but attention treat each token separately, so each rank runs them on its own tokens. In attention a token
+sees all earlier ones, also on other ranks. Queries and keys (batch heads seq head_dim) meet in one of three ways:
 
-    ring      keys and values pass from rank to rank, one rank's at a time        (Ring Attention, arXiv:2310.01889)
+    ring      each rank passes keys and values on to the next rank, step by step  (Ring Attention, arXiv:2310.01889)
     gather    every rank gathers all keys and values                              (Llama 3, arXiv:2407.21783, 3.3.2)
     ulysses   all-to-all: a rank gets all tokens of some heads, and gives back    (DeepSpeed Ulysses, arXiv:2309.14509)
 
-The sequence is cut into 2 N parts, and rank r has parts r and 2 N - 1 - r: with a causal mask early tokens see few keys
-and late ones many, and so every rank has the same number of scores to compute (the zigzag order). With N = 2:
+The sequence is cut into 2 N parts, and rank r has parts r and 2 N - 1 - r (the zigzag order). With a causal mask early
+tokens see few keys and late ones many, so this gives every rank the same number of scores to compute. With N = 2:
 
     places    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
     rank         0         1          1            0
 
-For every other layer the group's ranks are data-parallel ones with other tokens: the gradients of the weights are added
-up over them as well.
+For all other layers the group's ranks are like data-parallel ranks, with different tokens: gradients of the weights are
+added up over them, too.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from cs336_systems.presets import ContextType
 
 
 def parts_of(rank: int, ranks: int, seq: int) -> Parts:
-    """Places of a rank's tokens in a sequence. Raises UserError unless 2 x ranks divide it; one rank has all."""
+    """Places of a rank's tokens in a sequence; one rank has all. Raises UserError unless 2 x ranks divides `seq`."""
     if ranks == 1:
         return (range(seq),)
     size, rest = divmod(seq, 2 * ranks)
@@ -48,13 +48,13 @@ def parts_of(rank: int, ranks: int, seq: int) -> Parts:
 
 
 def places_of(rank: int, ranks: int, seq: int) -> Tensor:
-    """The same as indices (seq/ranks,)."""
+    """Places of a rank's tokens as indices (seq/ranks,)."""
     return torch.cat([torch.arange(part.start, part.stop) for part in parts_of(rank, ranks, seq)])
 
 
 def split_sequence(batch: Batch, group: Group) -> Batch:
-    """This rank's tokens and targets of a batch (batch seq) -> (batch seq/ranks). Positions stay whole: attention needs
-    to know where the documents of the other ranks' tokens begin. Raises UserError for a length that does not divide."""
+    """Take this rank's tokens and targets of a batch: (batch seq) -> (batch seq/ranks). Positions stay whole, because
+    attention needs to know where all documents begin. Raises UserError for a length that does not divide."""
     if group.size() == 1:
         return batch
     mine = places_of(group.rank(), group.size(), batch.tokens.shape[1]).to(batch.tokens.device)
@@ -63,23 +63,23 @@ def split_sequence(batch: Batch, group: Group) -> Batch:
 
 
 def join_sequence(x: Tensor, group: Group) -> Tensor:
-    """The whole sequence (batch seq ...), on every rank, of the ranks' parts (batch seq/ranks ...)."""
+    """Gather the ranks' parts (batch seq/ranks ...) to the whole sequence (batch seq ...) on every rank."""
     whole, ranks = pairs.gather(x, 1, group, "sequence"), group.size()
     order = torch.cat([places_of(rank, ranks, whole.shape[1]) for rank in range(ranks)])
     return whole if ranks == 1 else whole[:, order.argsort().to(x.device)]
 
 
 def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> list[int]:
-    """Scores that each rank computes in a layer, for a head; `positions` (batch seq) are those of packed documents."""
+    """Number of scores that each rank computes for one head of a layer; `positions` (batch seq) of packed documents."""
     visible, rows = Visible(positions), 1 if positions is None else len(positions)
     parts = [parts_of(rank, ranks, seq) for rank in range(ranks)]
     return [sum(at.area(rows) for keys in parts for at in visible.rectangles(own, keys)) for own in parts]
 
 
 def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ring") -> TransformerLM:
-    """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. It takes what `split_sequence`
-    gives, and no whole rows, which it cannot tell from parts of longer ones; losses are of this rank's targets, and
-    gradients are to be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
+    """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. Its inputs must come from
+    `split_sequence`: it would take a whole row for a part of a longer one. Losses are of this rank's targets, and the
+    gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
     UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
     if group.size() == 1:
         return model
@@ -97,8 +97,8 @@ def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ri
 
 
 def gather(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, which every rank gathers, and keeps for backward. The
-    gradients of keys and values are added up on the rank that they belong to."""
+    """Attention of this rank's queries to the keys of all ranks. Every rank gathers keys and values, and keeps them for
+    backward, which adds up their gradients on the rank that they came from."""
     keys, values = pairs.gather_sequence(torch.stack((k, v)), 3, group, "keys and values").unbind()
     parts = _all_parts(q, group)
     everything = tuple(part for each in parts for part in each)
@@ -107,8 +107,8 @@ def gather(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kern
 
 
 def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-    """Attention of some heads over the whole sequence. Where there are fewer heads of keys than ranks, each is sent to
-    all ranks that need it."""
+    """Attention of this rank's heads over the whole sequence. If keys have fewer heads than there are ranks, each of
+    their heads is sent to all ranks that need it."""
     ranks = group.size()
 
     def exchange(x: Tensor, label: str) -> Tensor:
@@ -131,14 +131,14 @@ def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, ker
 
 
 def ring(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
-    """Attention to each rank's keys in turn: this rank's own first, then those of the rank before, which has them from
-    the rank before that, and so on. The next keys travel while these are used."""
+    """Attention to each rank's keys in turn: first this rank's own, then those of rank - 1, then those of rank - 2,
+    which rank - 1 passes on, and so on. While a rank computes with some keys, it receives the next."""
     return _Ring.apply(q, k, v, visible, kernel, group)
 
 
 class _Ring(torch.autograd.Function):
-    """The ring and its backward. Backward passes the keys on once more, with their gradients behind them: to those each
-    rank adds its part, until they are back where the keys came from. A rank keeps its own q, k, v, O and L only."""
+    """Ring attention and its backward. Backward passes the keys around once more, and behind them their gradients, to
+    which each rank adds its term, until they are back at the keys' own rank. A rank keeps only its q, k, v, O and L."""
 
     @staticmethod
     def forward(
@@ -174,18 +174,18 @@ class _Ring(torch.autograd.Function):
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and that of the rank before on its way here."""
+    """Exchange in a ring: send a tensor to the next rank, and receive one from the rank before."""
 
     def __init__(self, tensor: Tensor, group: Group, label: str) -> None:
         ranks, me = group.size(), group.rank()
         self.inbox = torch.empty_like(tensor)
         there = partial(send, tensor, (me + 1) % ranks, group, label)
         here = partial(receive, self.inbox, (me - 1) % ranks, group, label)
-        # NCCL starts a message when its partner has: were all to send first, none would receive.
+        # NCCL starts a message when both ranks have launched it: if all sent first, none would receive.
         self.under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
 
     def wait(self) -> Tensor:
-        """The tensor that has arrived."""
+        """Wait for both messages; returns the tensor that has arrived."""
         for work in self.under_way:
             work.wait()
         return self.inbox

@@ -5,12 +5,12 @@
     rank 1    tokens -> routing -> rows ->            -> experts 2 3 ->            -> tokens
                                           (dispatch)                   (combine)
 
-(Lepikhin et al., GShard, arXiv:2006.16668, section 3.2.) Only rows that an expert takes are sent: first their counts,
-then the rows, uneven. The ranks of the group have different tokens, so for all other parameters it is a data-parallel
-group.
+(Lepikhin et al., GShard, arXiv:2006.16668, section 3.2.) Only rows that an expert takes are sent: first the counts of
+rows for each expert, then the rows, in an uneven all-to-all. The ranks of the group have different tokens, so for all
+other parameters it is a data-parallel group.
 
-An expert's gradient is the sum over the losses of all ranks of the group, where data parallelism takes their mean: it
-is divided by the group's size, so that all gradients are means over the data-parallel ranks, as in one process.
+An expert's gradient comes from the tokens of all ranks, so it is the sum over the ranks' losses, where data parallelism
+takes their mean. It is divided by the group's size, so that all gradients are means, as in one process.
 """
 
 import math
@@ -29,14 +29,14 @@ from cs336_systems.model.transformer import TransformerLM
 
 
 class AllToAllDispatcher(LocalDispatcher):
-    """Sends rows to the ranks of their experts, of which each rank has `local`, and the results back."""
+    """Sends rows to the ranks of their experts, and the results back; each rank has `local` experts."""
 
     def __init__(self, group: Group, local: int) -> None:
         self.group, self.local = group, local
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> Combine:
-        """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each. The host waits once
-        for the device, to know how many rows go where."""
+        """Start to send rows (rows d_model), sorted by expert, of which each expert gets counts (experts,). The host
+        waits once for the device, to know how many rows go to each rank."""
         ranks, received = self.group.size(), torch.empty_like(counts)
         even = [self.local] * ranks
         all_to_all(received, counts, even, even, self.group, "expert counts").wait()
@@ -49,7 +49,7 @@ class AllToAllDispatcher(LocalDispatcher):
         exchange = Exchange(rows, to_send, to_receive, self.group, "dispatch")
 
         def combine(experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-            """Sort the rows that arrive, in the order of ranks, by expert; undo that before the results are sent."""
+            """Sort the rows, which arrive in the order of ranks, by expert; undo this before the results are sent."""
             rows = exchange.wait()
             expert = torch.arange(self.local, device=rows.device).repeat(ranks)
             order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
@@ -62,7 +62,7 @@ class AllToAllDispatcher(LocalDispatcher):
         return combine
 
     def run_slots(self, slots: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with a fixed number of slots, which a rank's experts get as (local (ranks slots) d_model)."""
+        """Send a fixed number of slots to each expert and back; a rank's experts get (local (ranks slots) d_model)."""
         ranks, even = self.group.size(), [self.local] * self.group.size()
         slots = Exchange(slots, even, even, self.group, "dispatch").wait().unflatten(0, (ranks, -1))
         slots = slots.transpose(0, 1).flatten(1, 2)
@@ -72,8 +72,8 @@ class AllToAllDispatcher(LocalDispatcher):
 
 @dataclass
 class ExpertParallel:
-    """A model whose experts are split. Parameters keep their names in the whole model; `names` are those of experts,
-    (experts ...), of which this rank has `local`, beginning with number `first`."""
+    """A model whose experts are split. Parameters keep the names of the whole model. Those in `names` are experts'
+    (experts ...), of which this rank has `local`, beginning with expert number `first`."""
 
     model: TransformerLM
     first: int
@@ -81,16 +81,16 @@ class ExpertParallel:
     names: set[str]
 
     def layers(self) -> list[MoELayer]:
-        """The expert layers that are here."""
+        """Expert layers of this rank's part of the model."""
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]
 
     def experts(self) -> nn.ModuleList:
-        """The experts of all layers, for a data-parallel wrapper of their own."""
+        """Experts of all layers, for a data-parallel wrapper of their own."""
         return nn.ModuleList(layer.experts for layer in self.layers())
 
 
 def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
-    """Split the experts of a model (or of a pipeline's stage), which every rank has whole, over a group, in place.
+    """Split the experts of a model or a pipeline's stage over a group, in place. Every rank has all of them before.
     `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not
     divide."""
     config, data = model.config, data or group

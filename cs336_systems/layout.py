@@ -1,9 +1,9 @@
-"""A layout: how a model and its batch are spread over ranks, checked before anything is built; observations of a rank.
+"""Layout of a model and its batch over ranks, checked before anything is built; observations of one rank of it.
 
-Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
-each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
-of which each has some of the experts and all else. Context parallelism splits every sequence over cp ranks. The
-vocabulary is padded until it divides over the ranks."""
+Tensor parallelism splits every matrix over tp ranks; pipeline parallelism splits the blocks over pp stages, each with
+`chunks` runs of blocks. Data parallelism splits the rows of a batch over dp replicas of all this. Expert parallelism
+also splits rows, over ep ranks; each has some of the experts and everything else. Context parallelism splits every
+sequence over cp ranks. The vocabulary is padded until it divides over the tp ranks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from cs336_systems.presets import ContextType, ModelConfig
 from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction
 
 TIED = "embedding.tokens.weight"
-# Bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
+# Size in bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
 MAPPED = 2**25
 
 
 def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
-    """Raises UserError, with the numbers, for one of the `counts` of a `Layout`, or a plan of its kind, below one, a
-    stage of ZeRO that does not exist, and a batch or a schedule that does not divide."""
+    """Check a `Layout`, or a plan of its kind. Raises UserError, with the numbers, if a field in `counts` is below one,
+    if the ZeRO stage does not exist, or if the batch or schedule does not divide."""
     for name in counts:
         if getattr(spread, name) < 1:
             raise UserError(f"{name} must be at least 1, not {getattr(spread, name)}")
@@ -41,7 +41,7 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of parallelism and the batch, in sequences; checked on construction as far as no model is needed.
+    """Degrees of parallelism, and the batch in sequences. The constructor checks all that does not depend on a model.
     Raises UserError, with the numbers, for degrees below one and a batch or schedule that does not divide."""
 
     tp: int = 1
@@ -54,9 +54,9 @@ class Layout:
     micro_batch: int = 1
     global_batch: int = 1
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
-    ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
+    ep: int = 1  # ranks over which the experts are split; dp and ep together are the ranks that see different rows
     cp: int = 1  # context parallelism: ranks that a sequence is split over, from the embedding to the loss
-    cp_type: ContextType = "ring"  # how keys and values of the whole sequence come together
+    cp_type: ContextType = "ring"  # way in which queries meet the keys of other ranks, see context_parallel.py
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "ep", "cp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"
@@ -78,21 +78,21 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Equal parts that a sequence is cut into: two for each context-parallel rank, cut by sequence parallelism."""
+        """Equal parts of a sequence: two for each context-parallel rank, each of which sequence parallelism splits."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence else 1)
 
     @property
     def turn(self) -> bool:
-        """Chunks of the stages lie in a V."""
+        """True if the chunks of the stages lie in a V: down the stages, and up again."""
         return self.schedule in TURNING
 
     @property
     def microbatches(self) -> int:
-        """That a replica takes in a step."""
+        """Microbatches of a replica in a step."""
         return self.global_batch // (self.micro_batch * self.rows)
 
     def check(self, config: ModelConfig, seq: int | None = None) -> None:
-        """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
+        """Raises UserError, in one line with the numbers, for a model or a sequence that it does not divide."""
         check_experts(config, self.ep)
         if seq is not None and seq > config.context_length:
             raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
@@ -126,8 +126,8 @@ def check_context(config: ModelConfig, ranks: int, kind: ContextType, tp: int = 
 def check_divides(
     config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None, fewer: bool = False
 ) -> None:
-    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks. Of
-    key/value heads there may be `fewer`, each of which several ranks hold."""
+    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks. With
+    `fewer` there may be fewer key/value heads than ranks, and several ranks hold the same one."""
     sizes = {"heads": config.num_heads, "of d_ff": config.d_ff, "key/value heads": 0 if fewer else config.kv_heads}
     for name, size in (sizes | ({"of the experts' d_ff": config.expert_d_ff} if config.num_experts else {})).items():
         if size % ranks:
@@ -137,7 +137,7 @@ def check_divides(
 
 
 def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
-    """The vocabulary with padding to a multiple. Raises UserError if that does not divide over the ranks."""
+    """Size of the vocabulary, padded to a multiple. Raises UserError if it does not divide over the ranks."""
     padded = -(-vocab_size // multiple) * multiple
     if padded % ranks:
         size = f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple})"
@@ -158,8 +158,8 @@ class Transfer(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Computing of one phase: FLOPs of products, operators, the bytes that they read and write but for products, and
-    new memory in bytes of storages so large that an allocator maps them anew."""
+    """Computation of one phase: FLOPs of matrix products; number of operators; bytes that other operators than products
+    read and write; bytes of new storages that are so large that the allocator maps each anew."""
 
     flops: int = 0
     operators: int = 0
@@ -171,15 +171,15 @@ class Work(NamedTuple):
 class Observation:
     """Memory (bytes) and work of a rank in one optimizer step."""
 
-    parameters: int  # how many
+    parameters: int  # number of parameters
     state: dict[str, int]  # at rest: parameters, gradients after their synchronisation, optimizer state
-    kept: int  # for the backward of the first microbatch
-    activations: int  # kept at once, of all microbatches under way
-    peak: dict[str, int]  # of everything at the fullest moment, by part
+    kept: int  # activations of the first microbatch, for its backward
+    activations: int  # most activations at once, of all microbatches under way
+    peak: dict[str, int]  # all memory at the moment when most is in use, by part
     work: dict[str, Work]  # by phase
     traffic: Counter[Transfer]
 
     def memory(self) -> dict[str, int]:
-        """Bytes by part; their sum is the peak, unless not all of them are at their most at the same moment."""
+        """Bytes by part. Their sum is the peak if all parts are largest at the same moment, else it may be more."""
         parts = self.state | {"activations": self.activations}
         return parts | {"workspace": max(0, sum(self.peak.values()) - sum(parts.values()))}

@@ -1,5 +1,5 @@
-"""Models by name: the shape of a transformer, the settings of its expert layers, and the presets that use them: the
-course's sizes of each year, and published models. No torch here: the cost model reads a shape without loading it."""
+"""Models by name: the shape of a transformer, settings of its expert layers, and presets: the course's sizes of each
+year, and published models. This file does not import torch, so that the cost model starts without it."""
 
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
@@ -27,7 +27,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 
 
 def _check_choices(settings: Any) -> None:
-    """Raises UserError for a field whose value is none of its literals."""
+    """Raises UserError for a field whose value is not one of the choices of its type."""
     for each in fields(settings):
         if get_origin(each.type) is Literal and getattr(settings, each.name) not in get_args(each.type):
             known = ", ".join(get_args(each.type))
@@ -36,24 +36,24 @@ def _check_choices(settings: Any) -> None:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How expert layers route tokens, in the words of GShard (Lepikhin et al., arXiv:2006.16668, section 2.2) and of
-    fairseq (branch moe); checked on construction. Raises UserError for an unknown choice and a number out of range."""
+    """Settings by which expert layers route tokens, as GShard (Lepikhin et al., arXiv:2006.16668, section 2.2) and
+    fairseq (branch moe) name them. Raises UserError for an unknown choice and a number out of range."""
 
     top_k: int = 2  # experts that a token is sent to; 1 is Switch Transformer's (arXiv:2101.03961)
     expert_d_ff: int = 0  # hidden width of an expert; 0: the model's d_ff
     gating_fp32: bool = True  # logits and probabilities in float32 at least, whatever the activations' precision
-    second_policy: SecondPolicy = "all"  # in training: noise before the second choice; drop an improbable one
-    normalize: Normalize = "after"  # top_k 2: the two weights add up to one before or after tokens are dropped
-    capacity_factor: float = 0.0  # in training an expert takes factor x ceil(tokens / experts); 0: all (dropless)
-    eval_fraction: float = 0.0  # in evaluation ceil(fraction x tokens); 0: as in training
+    second_policy: SecondPolicy = "all"  # in training; sampling: draw the second; random: drop an improbable one
+    normalize: Normalize = "after"  # top_k 2: make the two weights add up to one before or after tokens are dropped
+    capacity_factor: float = 0.0  # in training an expert takes factor x ceil(tokens / experts) rows; 0: all (dropless)
+    eval_fraction: float = 0.0  # in evaluation it takes ceil(fraction x tokens) rows; 0: as in training
     mask_padding: bool = False  # padded tokens are sent to no expert
-    prioritized: bool = False  # the surest tokens take the slots, not the first ones (arXiv:2106.05974, section 4)
-    aux_weight: float = 0.01  # of the balancing loss, per layer
+    prioritized: bool = False  # the surest tokens get slots first, not the first ones (arXiv:2106.05974, section 4)
+    aux_weight: float = 0.01  # weight of each layer's balancing loss
     aux_scope: AuxScope = "local"  # balance within a rank's microbatch, or over those of all ranks
-    shared_expert: bool = False  # an expert of the dense width that every token passes through as well
-    dispatch: Dispatch = "sort"  # einsum: the one-hot formulation, with an expert at a time
-    expert_gradient: ExpertGradient = "exact"  # sqrt: larger by the root of the ranks, fairseq's heuristic
-    most: ClassVar[int] = 2  # experts that a token can be sent to
+    shared_expert: bool = False  # add an expert of the dense width, through which every token passes
+    dispatch: Dispatch = "sort"  # einsum: the one-hot formulation, one expert after the other
+    expert_gradient: ExpertGradient = "exact"  # sqrt: times the square root of the ranks, fairseq's heuristic
+    most: ClassVar[int] = 2  # largest top_k
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.most:
@@ -68,10 +68,10 @@ class Mixture:
             raise UserError(f"eval_fraction must lie in [0, 1], not {self.eval_fraction}")
 
     def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
-        """Slots of an expert for a group of tokens: rounded up in evaluation and down in training, at least one and at
-        most `tokens`; None for as many as are needed. As in fairseq, the group is what one rank routes at once, and
-        `experts` counts those of all ranks."""
-        # Rounded to what was meant first: in floats 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
+        """Number of slots of an expert for a group of tokens: rounded up in evaluation and down in training, at least
+        one and at most `tokens`; None for as many as are needed. As in fairseq, the group is all tokens that one rank
+        routes in one call, and `experts` counts those of all ranks."""
+        # First undo rounding errors of floats: in these 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
         if not training and self.eval_fraction:
             return min(tokens, max(1, ceil(round(self.eval_fraction * tokens, 6))))
         if not self.capacity_factor:
@@ -87,8 +87,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a transformer and the implementation of each of its parts; checked on construction. Raises UserError if
-    the sizes do not divide or a choice does not exist."""
+    """Shape of a transformer and the implementation of each of its parts. The constructor raises UserError if the sizes
+    do not divide or a choice does not exist."""
 
     vocab_size: int
     context_length: int
@@ -109,11 +109,11 @@ class ModelConfig:
     bert_heads: bool = False  # BERT's transform before the logits, and its classifier of sentence pairs
     dropout: float = 0.0  # on the embeddings, the attention weights and both branches of a block
     num_experts: int = 0  # 0: every feed-forward layer is dense
-    expert_every: int = 2  # with experts: every k-th layer's feed-forward is a mixture
+    expert_every: int = 2  # with experts: every k-th layer has them in place of its feed-forward
     mixture: Mixture = field(default_factory=Mixture)  # settings of those layers
     attention: Attention = "naive"  # flash is this project's FlashAttention-2
     kernels: Kernels = "torch"  # triton: RMSNorm, SwiGLU, and the head with its loss are fused
-    recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): what backward runs again
+    recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): parts that backward computes again
     recompute_every: int = 1  # blocks in a segment, for "segments"
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class ModelConfig:
         _check_choices(self)
 
     def override(self, **changes: Any) -> "ModelConfig":
-        """A copy with every change that is not None, checked anew."""
+        """Make a copy with every change that is not None, and check it."""
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
     @property
@@ -211,14 +211,14 @@ _PRESETS = {  # the same in every year
 
 
 def course_sizes(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
-    """The names of one edition's sizes, small to large. Raises UserError for a year without an edition."""
+    """Names of one edition's sizes, small to large. Raises UserError for a year without an edition."""
     if year not in _COURSE_SHAPES:
         raise UserError(f"no {year} edition; the course's editions here are {', '.join(map(str, COURSE_YEARS))}")
     return tuple(_COURSE_SHAPES[year])
 
 
 def with_edition(name: str, year: int) -> str:
-    """A name for headings: `xl (2024)` for a size of the course, whose editions differ."""
+    """Name for headings: `xl (2024)` for a size of the course, since its editions differ."""
     return f"{name} ({year})" if name.lower() in map(str.lower, course_sizes(year)) else name
 
 
@@ -228,8 +228,8 @@ def preset_names(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
 
 
 def preset(name: str, year: int = DEFAULT_YEAR) -> Preset:
-    """The named model with its batch size; the course's sizes differ by edition (`xl` of 2026 is the 2.7B of
-    2025). Raises UserError for a name that the year does not have, saying where it exists."""
+    """Find the named model and its batch size. The course's sizes differ by edition (`xl` of 2026 is the 2.7B of 2025).
+    Raises UserError for a name that the year does not have; it says in which year the name exists."""
     known = {each.lower(): each for each in preset_names(year)}
     if name.lower() not in known:
         elsewhere = [str(other) for other in COURSE_YEARS if name.lower() in map(str.lower, preset_names(other))]
@@ -244,5 +244,5 @@ def preset(name: str, year: int = DEFAULT_YEAR) -> Preset:
 
 
 def model_preset(name: str, year: int = DEFAULT_YEAR) -> ModelConfig:
-    """The shape of the named `preset`."""
+    """Configuration of the named `preset`'s model."""
     return preset(name, year).model

@@ -1,14 +1,14 @@
-"""ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, updates these and
-sends them to the others.
+"""ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, updates this share and sends it
+to the others.
 
-The state (8 bytes a parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N; the traffic
-is one all-gather of the parameters a step (Rajbhandari et al., arXiv:1910.02054, section 5.1).
+The state (8 bytes a parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N per rank.
+Each step needs one all-gather of the parameters (Rajbhandari et al., arXiv:1910.02054, section 5.1).
 
-Parameters live in one flat buffer, and the two layouts differ only in where it is cut:
+Parameters live in one flat buffer, and the two layouts differ only in where it is cut into the ranks' shares:
 
-    flat     equal slices, wherever they fall: balanced to the element, one all-gather; for elementwise optimizers
-    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank (or one all-gather, if
-             slices are equal); balanced as sizes allow
+    flat     into equal slices, also inside a parameter: balanced, one all-gather; for element-wise optimizers only
+    whole    between parameters, which are dealt to the ranks from the largest on: for any optimizer; as balanced as
+             the sizes allow; one broadcast a rank, or one all-gather if slices are equal
 """
 
 import math
@@ -29,12 +29,12 @@ from cs336_systems.optim.elementwise import require_elementwise
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Any optimizer class, of which each rank of a group runs a share.
+    """Runs any optimizer class with its parameters shared out over the ranks of a group.
 
-    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`; with
-    `wrapper`, a data-parallel wrapper whose gradients are sharded, they are taken from there (stage 2). Parameters are
-    moved into a flat buffer (each stays the same object), so move or cast the module before. State has the unsharded
-    optimizer's format and loads at any number of ranks. Raises UserError for an optimizer that cannot be sharded.
+    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. With
+    `wrapper`, a data-parallel wrapper whose gradients are sharded, it takes gradients from there (stage 2). Parameters
+    are moved into a flat buffer (each stays the same object), so move or cast the module before. The state has the
+    unsharded optimizer's format and loads at any number of ranks. Raises UserError for one that cannot be sharded.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
-        # An optimizer of one number, which is dropped, checks the options and supplies their defaults.
+        # A throw-away optimizer of one number checks the options and supplies their defaults.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             if not wrapper.bucket_of.keys() <= self._numbers().keys():
                 raise UserError("the wrapper synchronises parameters that the optimizer was not given")
-            for bucket in wrapper.buckets:  # so that a rank owns what it has the gradient of
+            for bucket in wrapper.buckets:  # so that a rank owns those elements of which it has the gradient
                 self._add_buffer(bucket.parameters, bucket.layout)
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group as the inner optimizer has it: its options, and this rank's parts of its parameters."""
+        """Parameter group for the inner optimizer: the same options, and this rank's parts of the parameters."""
         return {**group, "params": [self.parts[p].tensor for p in group["params"] if p in self.parts]}
 
     @torch.no_grad()
@@ -123,8 +123,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Update this rank's share and get the others'; a closure is run first and its loss returned. `kwargs` go to
-        the optimizer's own step. Every rank must call this. Raises UserError for gradients that are not synchronised
+        """Update this rank's share and gather the others'; a closure is run first and its loss returned. `kwargs` go to
+        the inner optimizer's step. Every rank must call this. Raises UserError for gradients that are not synchronised
         and for parameters that have been moved."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check()
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _take_state(self) -> None:
-        """Keep the inner optimizer's state of each part as its parameter's, also where a step has failed."""
+        """Move the inner optimizer's state of each part to the parameter, also after a step that failed."""
         for part in (part for part in self.parts.values() if part.tensor in self.inner.state):
             self.state[part.owner] = self.inner.state.pop(part.tensor)
 
@@ -162,8 +162,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.wrapper.zero_grad(set_to_none)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:
-        """The whole state, as the unsharded optimizer would give it, on every rank, or on the group's rank `to` alone:
-        the others then get an empty dict, and never hold more than their share. Every rank must call this."""
+        """Gather the whole state, in the format of the unsharded optimizer, on every rank or on the group's rank `to`.
+        The others then get an empty dict, and never hold more than their share. Every rank must call this."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         numbers = self._numbers()
@@ -198,6 +198,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
-        """The model's parameters, numbered as the unsharded optimizer's state numbers them."""
+        """Numbers of the model's parameters in the unsharded optimizer's state."""
         ordered = chain.from_iterable(group["params"] for group in self.param_groups)
         return {parameter: number for number, parameter in enumerate(ordered)}

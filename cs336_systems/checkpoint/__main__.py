@@ -1,6 +1,6 @@
 """Commands over checkpoints: `python -m cs336_systems.checkpoint show PATH`, `verify PATH`, `export PATH FILE`.
 
-PATH is a checkpoint, a folder of checkpoints, or a run's folder. Where one is wanted of several, it is the newest.
+PATH is a checkpoint, a folder of checkpoints, or a run's folder. `show` and `export` take the newest of several.
 """
 
 import json
@@ -81,7 +81,7 @@ def export_command(path: Path, file: Path) -> None:
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that a path means, the oldest first. Raises UserError if there is none, or it cannot be read."""
+    """Find the checkpoints at a path, the oldest first. Raises UserError if there is none, or it cannot be read."""
     path = path.absolute()  # `.` has no name
     with console.os_errors(f"read {path}"):
         if path in list_checkpoints(path.parent) or (path / NAME).exists():

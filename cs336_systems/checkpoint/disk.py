@@ -1,10 +1,10 @@
-"""Files and folders that are whole or not there, a run's lock, and the agreement of all ranks on what is done there.
+"""Files and folders that are written completely or not at all, a run's lock, and actions on which all ranks agree.
 
     write files -> fsync each -> fsync their folder -> rename the folder -> fsync its parent
 
-The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; one killed
-after it leaves a checkpoint. The two fsyncs around it are for a loss of power: without the first the name could survive
-and the contents not.
+The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; a process
+killed after it leaves a checkpoint. The fsyncs are for a loss of power: without those before the rename, the name could
+survive but not the contents.
 """
 
 import errno
@@ -29,8 +29,8 @@ from cs336_systems.host.text import printable
 
 STEP = re.compile(r"step-([0-9]{8,})")
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # JSON that has other parts than expected
-LONGEST = 1000  # characters of a refusal, which quotes what a file holds
-DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
+LONGEST = 1000  # characters of a RefusedError's message, which quotes a file
+DISK_TIMEOUT = timedelta(seconds=600)  # least time that a rank waits for another's disk, which may be slow
 
 
 class SaveError(UserError):
@@ -38,21 +38,21 @@ class SaveError(UserError):
 
 
 class RefusedError(UserError):
-    """A checkpoint that is not whole, not what it says it is, or not of this project; one line that names the file."""
+    """A checkpoint is incomplete, damaged, inconsistent or of another program; a message of one line names the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message[:LONGEST])[:LONGEST])
 
 
 def require(true: object, message: str) -> None:
-    """Raises RefusedError with the message unless something is true."""
+    """Raises RefusedError with the message unless `true` is true."""
     if not true:
         raise RefusedError(message)
 
 
 @contextmanager
 def refusing(what: str, malformed: str = "") -> Iterator[None]:
-    """Begin a RefusedError of the block with what it is about, and, where given, make one of MALFORMED errors."""
+    """Put `what` before a RefusedError of the block; with `malformed`, turn MALFORMED errors into RefusedErrors."""
     try:
         yield
     except RefusedError as error:
@@ -65,7 +65,7 @@ def refusing(what: str, malformed: str = "") -> Iterator[None]:
 
 
 def reason(error: Exception, folder: Path, needed: int = 0) -> str:
-    """The reason for an error in a folder, as text for a message; `needed` are the bytes that were to be written."""
+    """Describe the reason for an error in a folder; `needed` is the number of bytes that had to be written."""
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {str(error)[:200]}"
     text = error.strerror or str(error)
@@ -79,9 +79,9 @@ def reason(error: Exception, folder: Path, needed: int = 0) -> str:
 def together(
     topic: str, action: Callable[[], Any], folder: Path, group: Group | None, failed: str | None = None, needed: int = 0
 ) -> list[Any]:
-    """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise: a
-    UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever else the action
-    raises, with `needed` bytes to write. A slow disk is waited for. Runs also beside training: nothing is counted."""
+    """Run an action on every rank; returns all ranks' results, JSON without NaN. If it raises on one, all raise:
+    RefusedError if all errors are that, else UserError. `failed` begins the message of any other error, with `needed`
+    bytes to write. Ranks wait for a slow disk. May run beside training, since it counts no collective."""
     done, problem, refused = None, "", False
     try:
         done = action()
@@ -108,7 +108,7 @@ def on_rank_0(topic: str, action: Callable[[], Any], folder: Path, group: Group,
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Make a file that does not exist yet, on the disk when this returns: its size and checksum. Raises OSError."""
+    """Write a file that does not exist yet, and fsync it; returns its size and checksum. Raises OSError."""
     digest, total = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -116,7 +116,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             rest = memoryview(chunk).cast("B")
             digest.update(rest)
             total += len(rest)
-            while len(rest):  # a disk that is almost full takes a part
+            while len(rest):  # os.write may write a part only, for instance to an almost full disk
                 rest = rest[os.write(file, rest) :]
         os.fsync(file)
     finally:
@@ -125,7 +125,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk (fsync)."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -134,7 +134,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those it lies in, on the disk when this returns; one that exists is left."""
+    """Make a folder and its parents, and fsync them; an existing one stays as it is."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -142,8 +142,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Take away each folder's name, then what is in it: no half of it is ever seen under its name. What cannot be
-    removed is left for the next save, or the next run."""
+    """Rename each folder and then delete it, so that no reader finds a half of it under its name. Folders that cannot
+    be removed are left for the next save, or the next run."""
     for folder in folders:
         with suppress(OSError):
             if not folder.name.startswith("."):
@@ -161,13 +161,13 @@ def kind_of(path: Path) -> str:
 
 
 def step_name(step: int) -> str:
-    """The name of a checkpoint's folder; names sort like steps."""
+    """Name of a checkpoint's folder; names sort like steps."""
     return f"step-{step:08d}"
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The folders, not links, that are called like checkpoints, the oldest first; none if there is no parent. Raises
-    OSError if it cannot be read: a run must not begin anew then."""
+    """List folders, not links, with names of checkpoints, the oldest first; none if there is no parent. Raises OSError
+    if the parent cannot be read, so that a run does not begin anew then."""
     try:
         names = os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,15 +177,15 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def clean(parent: Path) -> None:
-    """Remove what interrupted saves and deletions have left, as far as possible. Only for who holds the lock."""
+    """Remove what interrupted saves and deletions have left, as far as possible. The caller must hold the lock."""
     found = [each for each in parent.iterdir() if kind_of(each) == "folder"] if parent.is_dir() else []
     remove_folders(each for each in found if each.name.startswith((".saving-", ".deleting-")))
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[IO[str]]:
-    """Hold the lock of a run's folder, which is made: a file with a line about its holder, or the one before. It ends
-    with the process, however that ends. Raises UserError if another process holds it, and if it cannot be made."""
+    """Make a run's folder and hold its lock: a file with a line about its holder, or the one before. The lock ends with
+    the process, however that ends. Raises UserError if another process holds it, or if it cannot be made."""
     other = "name another folder with --out DIR"
     with os_errors(f"write to {folder}", other):
         make_folder(folder)

@@ -1,18 +1,18 @@
-"""A checkpoint's folder: its manifest, saved by all ranks or by none, and opened only if every byte is right.
+"""A checkpoint's folder and manifest: saved by all ranks or by none, and opened only if all checksums are right.
 
     rank 0   make .saving-step-...  |  write  |  vote  |  manifest, fsync, rename, fsync  |  vote  |  delete the oldest
     others                          |  write  |  vote  |                                  |  vote  |
 
-Nothing that exists is written to, and nothing is deleted before the new one has its name. Votes go through the store:
-a save may run beside training, whose collectives it must not meet. The manifest has the files with their checksums, the
-run's state, and the checksum of all that; the files say which tensors they hold (version 1 repeated that here):
+No existing file is written to, and none is deleted before the new checkpoint has its name. Votes go through the store,
+since a save may run beside training, whose collectives it must not disturb. The manifest has the files' checksums, the
+run's state, and a checksum of both. The files describe their tensors themselves (version 1 repeated this here):
 
     {"manifest": {"format": ..., "version": 2, "step": 120,
                   "files": {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...}, "state": {...}},
      "sha256": "..."}
 
-A plain file is what other programs read and write: whole parameters by name, with neither optimizer state nor checksum.
-Opened, it has the face of a checkpoint, so a run may begin from it in any layout.
+A plain file, which other programs use, has whole parameters by name, without optimizer state and checksum. It is opened
+as a `Checkpoint`, so that a run in any layout may begin from it.
 """
 
 import errno
@@ -46,20 +46,20 @@ State = dict[str, Any]  # JSON without NaN
 
 
 def digest(manifest: dict[str, Any]) -> str:
-    """The checksum of a manifest, whatever the order of its keys. Raises ValueError for NaN and infinity."""
+    """Checksum of a manifest, independent of the order of its keys. Raises ValueError for NaN and infinity."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_text(manifest: dict[str, Any]) -> bytes:
-    """The file that a manifest becomes."""
+    """Contents of a manifest's file."""
     text = json.dumps({"manifest": manifest, "sha256": digest(manifest)}, indent=1, allow_nan=False)
     return f"{text}\n".encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked by itself and against the sizes of its files, which are not yet read.
-    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds."""
+    """Read a checkpoint's manifest, and check it and the sizes of its files, which are not read yet. Raises
+    RefusedError for invalid contents, and OSError if it cannot be read, which may be no fault of the checkpoint."""
     where, path = f"{folder.name}/{NAME}", folder / NAME
     require(kind_of(folder) == "folder", f"{folder.name} is no folder")
     require(kind_of(path) == "file", f"{where} is missing: this is no checkpoint, or one that was never finished")
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         naturals([body["step"], *(file["bytes"] for file in body["files"].values())])
         strange = body.keys() - KEYS - ({"tensors", "scalars"} if version == 1 else set())
         require(not strange, f"{min(strange, default='')!r:.60} is no part of it")
-        for name, file in body["files"].items():  # no path, no link, nothing hidden
+        for name, file in body["files"].items():  # refuses paths and hidden files
             require(FILE.fullmatch(name), f"{name!r:.60} is no name of a checkpoint's file")
             require(re.fullmatch(r"[0-9a-f]{64}", file["sha256"]), f"{name} has no SHA-256")
         require(isinstance(body["state"], dict), "the state is no object")
@@ -96,9 +96,9 @@ def save(
     parent: Path, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State, group: Group, keep: int = 2
 ) -> Path:
     """Write the checkpoint of a step to parent/step-..., and keep the newest `keep` (2 or more) up to it. Every rank
-    calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once. `state` is rank
-    0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the reason, if any rank
-    cannot write or the step's name is taken by what is no checkpoint."""
+    must call it. This rank writes `pieces`; those of all ranks must cover every tensor once. `state` is taken from rank
+    0. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the reason, if any rank
+    cannot write, or if something that is no checkpoint has the step's name."""
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / disk.step_name(step)
@@ -107,7 +107,7 @@ def save(
     def prepare() -> str:
         disk.make_folder(parent)
         if final.exists():
-            read_manifest(final)  # what only has the name must not count as saved
+            read_manifest(final)  # anything else of this name must not count as saved
             return final.name
         os.mkdir(folder)
         return folder.name
@@ -127,14 +127,14 @@ def save(
             disk.remove_folders([folder])
         raise SaveError(f"{final} was not saved: {error}; earlier checkpoints are as they were") from None
     if group.rank() == 0:
-        with suppress(OSError, ValueError):  # gone already, or the next save tries again
+        with suppress(OSError, ValueError):  # deleted by others, or the next save tries again
             saved = disk.list_checkpoints(parent)
             disk.remove_folders(saved[: saved.index(final) + 1][:-keep])
     return final
 
 
 def publish(folder: Path, final: Path, body: dict[str, Any]) -> None:
-    """Rank 0's part once all have written: the manifest, and the name. Raises UserError and OSError."""
+    """Write the manifest and rename the folder, on rank 0, after all ranks' files. Raises UserError and OSError."""
     if missing := [name for name in body["files"] if not (folder / name).exists()]:
         raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
     # Read headers and manifest as a reader would, before the folder gets its name.
@@ -149,7 +149,7 @@ def publish(folder: Path, final: Path, body: dict[str, Any]) -> None:
 
 
 class Saver:
-    """Saves to a folder; with `background` a thread writes copies while training goes on, one save at a time."""
+    """Saves checkpoints, one at a time; with `background` a thread writes copies while training goes on."""
 
     def __init__(self, parent: Path, group: Group, keep: int = 2, background: bool = False) -> None:
         self.parent, self.group, self.keep, self.background = parent, group, keep, background
@@ -157,7 +157,7 @@ class Saver:
         self.error: BaseException | None = None
 
     def start(self, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State) -> None:
-        """Save, or begin to, once the save before is done. Every rank must call it. Raises SaveError, also of that."""
+        """Finish the save before, then save, or begin to. Every rank must call it. Raises SaveError of either."""
         self.finish()
         if not self.background:
             save(self.parent, step, pieces, scalars, state, self.group, self.keep)
@@ -171,12 +171,12 @@ class Saver:
             except BaseException as error:
                 self.error = error
 
-        # A daemon: were another rank gone, its vote would hold up this one's end.
+        # A daemon thread: if another rank is gone, the wait for its vote must not keep this process alive.
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises what it has raised: SaveError, or CommError for a rank that is gone."""
+        """Wait for the save under way, and raise its error: SaveError, or CommError for a rank that is gone."""
         if self.thread is not None:
             self.thread.join()
         self.thread, error, self.error = None, self.error, None
@@ -185,8 +185,8 @@ class Saver:
 
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
-    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
-    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it, which may pass."""
+    """Check all of a checkpoint, each file's SHA-256 on one rank of the group, and open it. Every rank must call this.
+    Raises on every rank RefusedError for invalid contents, UserError if a rank cannot read it, perhaps only now."""
     opened: list[Checkpoint] = []
     rank, ranks = (group.rank(), group.size()) if group else (0, 1)
 
@@ -217,9 +217,9 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
 def open_newest(
     parent: Path, group: Group, check: Callable[[Checkpoint], object], say: Callable[[str], object]
 ) -> Checkpoint | None:
-    """The newest checkpoint of a folder that is whole and that `check` does not refuse; None if there is none. Every
-    rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError if
-    all are refused, if one cannot be read, if one that is refused keeps its name, and if `check` raises that."""
+    """Open the newest whole checkpoint of a folder that `check` does not refuse; None if there are none. Every rank
+    must call this. Refused ones are renamed, and `say` gets the reason, on every rank. Raises UserError if all are
+    refused, if one cannot be read, if one that is refused cannot be renamed, and if `check` raises it."""
     refused: dict[str, str] = {}
 
     def names() -> list[str]:
@@ -239,7 +239,7 @@ def open_newest(
         except RefusedError as error:
             refused[name] = str(error)
             continue
-        for other, problem in refused.items():  # their names are freed: the run will come to those steps again
+        for other, problem in refused.items():  # free their names: the run will save those steps again
             failed = f"cannot rename {parent / other}, refused as {problem}: "
             aside = on_rank_0("set aside", partial(rename, parent / other), parent, group, failed)
             say(f"refused {problem}; going back to {name} ({other} is now called {aside})")
@@ -250,7 +250,7 @@ def open_newest(
 
 
 def weights_hash(checkpoint: Checkpoint) -> str:
-    """The SHA-256 of all parameters: equal if and only if every bit is, whatever the layout that wrote them."""
+    """SHA-256 of all parameters: equal if and only if every bit is, whatever layout wrote them."""
     found = hashlib.sha256()
     for each in checkpoint.weights():
         found.update(f"{each.name} {NAMES[each.tensor.dtype]} {list(each.tensor.shape)}\n".encode())
@@ -259,7 +259,7 @@ def weights_hash(checkpoint: Checkpoint) -> str:
 
 
 def export_plain(checkpoint: Checkpoint, path: Path) -> int:
-    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are. Raises
+    """Write all parameters to a new file, with the whole model in memory; returns the number of parameters. Raises
     UserError if the file exists or cannot be written."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -276,6 +276,6 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
 
 
 def open_plain(path: Path) -> Checkpoint:
-    """A plain safetensors file as a checkpoint that has parameters only. Raises UserError for what is none."""
+    """Open a plain safetensors file as a checkpoint with parameters only. Raises UserError for any other file."""
     with os_errors(f"read {path}"):
         return Checkpoint(path.parent, 0, {}, *list_tensors([path], plain=True), {})

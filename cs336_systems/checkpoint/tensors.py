@@ -1,7 +1,7 @@
-"""Pieces of named tensors, and a rank's files of them (safetensors): writing them, and listing what files hold.
+"""Pieces of named tensors, and a rank's files of them (safetensors): write files, and list their contents.
 
-A piece is a rank's part of a tensor, in the coordinates of the whole model. Tensor and expert parallelism give a rank a
-box of a matrix, ZeRO gives it a run of the box's elements in order:
+A piece is a rank's part of a tensor, with its position in the whole tensor. Tensor and expert parallelism give a rank a
+box of a matrix; ZeRO gives it a run of consecutive elements of the box:
 
     whole (6 4), tensor-parallel rank 1 of 2: start (3 0), size (3 4)       . . . .
     ZeRO rank 0 of 2 in it: first 0, count 6                                . . . .
@@ -10,11 +10,11 @@ box of a matrix, ZeRO gives it a run of the box's elements in order:
                                                                             x x . .
                                                                             . . . .
 
-Every layout is made of such pieces, so one format holds them all, and any can be read from any other.
+Every layout consists of such pieces, so one format holds all layouts, and a run in any layout can read any other's.
 
-A file's metadata says what each of its tensors is a piece of, so that the files alone say what a checkpoint holds. They
-may come from an untrusted place: nothing in a head is used unchecked, and no size in it leads to more memory than the
-file has bytes, nor its JSON to more than 700 MB.
+A file's metadata describes each of its tensors as a piece, so the files alone define the tensors of a checkpoint. Files
+may come from an untrusted place: everything in a head is checked before use, and no size in it leads to more memory
+than the file has bytes, nor its JSON to more than 700 MB.
 """
 
 import json
@@ -31,23 +31,23 @@ from torch import Tensor
 from cs336_systems.checkpoint.disk import refusing, require, write_file
 from cs336_systems.host.text import regular
 
-RANDOM = "random/"  # begins the names of what is no parameter: the states of random number generators
-VALUE = "value"  # the kind of a parameter itself; others are of its optimizer's state, such as "exp_avg"
-COPIED_BYTES = 1 << 24  # of a tensor on a GPU, at a time
-FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
+RANDOM = "random/"  # prefix of names of states of random number generators, which are no parameters
+VALUE = "value"  # the kind of a parameter itself; other kinds are optimizer state, such as "exp_avg"
+COPIED_BYTES = 1 << 24  # bytes of a GPU's tensor that are copied at a time
+FILE_BYTES = 1 << 28  # size at which another file begins, so that several ranks can check a rank's files
 LARGEST_JSON = 1 << 24  # bytes of a head or a manifest, of 50,000 pieces or files; Python takes up to 40 times as much
-MOST_AXES, MOST_BOXES = 16, 4096  # of a tensor: every box is compared with every other
+MOST_AXES, MOST_BOXES = 16, 4096  # limits of a tensor: every box is compared with every other
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Scalars = dict[str, dict[str, float | int]]  # of an optimizer's state, such as a parameter's count of steps
+Scalars = dict[str, dict[str, float | int]]  # optimizer state by parameter and kind, such as its count of steps
 
 
 class Box(NamedTuple):
-    """The elements [start, start + size) along each axis of a tensor of `shape`."""
+    """Elements [start, start + size) along each axis of a tensor of `shape`."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -62,7 +62,7 @@ class Box(NamedTuple):
         return math.prod(self.size)
 
     def overlap(self, other: "Box") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The common elements as slices of each of the two; None without any."""
+        """Common elements, as slices of each of the two boxes; None without any."""
         axes = [(a, b, max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*self[1:], *other[1:], strict=True)]
         if any(low >= high for _, _, low, high in axes):
             return None
@@ -71,7 +71,7 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements [first, first + tensor.numel()) of a box in order, of the tensor `name` and of this `kind`."""
+    """Elements [first, first + tensor.numel()) of a flattened box of this `kind` of the tensor `name`."""
 
     name: str
     kind: str
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The piece's name in a file; a parameter has its own name, as in other safetensors files."""
+        """Name of the piece in a file; a parameter keeps its own name, as in other safetensors files."""
         return self.name if self.kind == VALUE else f"{self.name}:{self.kind}"
 
 
@@ -95,7 +95,7 @@ class Stored(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One kind of a tensor, whole: the runs of its boxes cover every element once (`check_cover`)."""
+    """One whole kind of a tensor: the runs of its boxes cover every element once (`check_cover`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -115,8 +115,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def read(self, name: str, kind: str, target: Box) -> Tensor:
-        """A box of a tensor on the CPU, put together from the pieces that touch it. Raises KeyError for what is not
-        there, and ValueError for a box of a tensor of another shape."""
+        """Read a box of a tensor to the CPU, from the pieces that overlap it. Raises KeyError for an unknown name or
+        kind, and ValueError for a box of another shape."""
         shape, dtype_name, boxes = self.tensors[name][kind]
         if target.shape != shape:
             raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {shape}")
@@ -125,7 +125,7 @@ class Checkpoint:
         for box, runs in boxes.items():
             if (common := target.overlap(box)) is None:
                 continue
-            # One box at a time: the memory is that of what is read and of one rank's part.
+            # One box at a time, so that memory is needed for the result and one rank's part only.
             part = result if box == target else torch.empty(box.size, dtype=dtype)
             data = part.view(-1).view(torch.uint8).numpy().data
             for first, last, file_name, at in runs:
@@ -139,11 +139,11 @@ class Checkpoint:
 
     @property
     def parameters(self) -> dict[str, dict[str, Entry]]:
-        """The parameters with their optimizer's state, in the order of names."""
+        """Parameters with their optimizer state, in the order of names."""
         return {name: self.tensors[name] for name in sorted(self.tensors) if not name.startswith(RANDOM)}
 
     def weights(self) -> Iterator[Piece]:
-        """The parameters' values, whole, in the order of names."""
+        """Read the parameters' whole values, in the order of names."""
         for name, kinds in self.parameters.items():
             if VALUE in kinds:
                 box = Box.whole(kinds[VALUE].shape)
@@ -151,13 +151,13 @@ class Checkpoint:
 
 
 def my_share(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The run [first, last) of `count` elements that one of several ranks with the same tensor writes."""
+    """Run [first, last) of `count` elements that one of several ranks with the same tensor writes."""
     return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Scalars) -> dict[str, dict[str, Any]]:
-    """Write what a rank has into files, on the disk when this returns: each one's size and checksum. Raises OSError."""
-    parts: list[list[Piece]] = [[]]  # a rank with nothing of its own has a file, too
+    """Write a rank's pieces to files and fsync them; returns each file's size and checksum. Raises OSError."""
+    parts: list[list[Piece]] = [[]]  # a rank without pieces has a file, too
     written, size = {}, 0
     for piece in pieces:
         size += piece.tensor.nbytes
@@ -177,14 +177,14 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
 
 
 def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
+    """Make a safetensors file of pieces, in chunks. The safetensors library would need all of it in memory, twice."""
     strings, end = {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}, 0
     head: dict[str, Any] = {"__metadata__": strings}
     for each in pieces:
         if (dtype := each.tensor.dtype) not in NAMES:
             raise ValueError(f"{each.key} has dtype {dtype}; known are {', '.join(map(str, NAMES))}")
         begin, end, count = end, end + each.tensor.nbytes, each.tensor.numel()
-        # A tensor that is whole keeps its shape, so that other readers of the format find what they expect.
+        # A whole box keeps its shape, for other readers of the format.
         shape = each.box.size if count == each.box.numel else (count,)
         head[each.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
@@ -197,7 +197,7 @@ def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[byte
 
 
 def naturals(values: Any) -> tuple[int, ...]:
-    """A list in JSON, such as a shape. Raises RefusedError unless it is one of integers from 0 up that fit 62 bits."""
+    """Check a list from JSON, such as a shape. Raises RefusedError unless all are integers from 0 up of 62 bits."""
     require(isinstance(values, list | tuple), f"{values!r:.40} is no list of counts")
     for value in values:  # a bool is an int, too
         require(type(value) is int and 0 <= value < 2**62, f"{value!r:.40} is no count")
@@ -205,8 +205,8 @@ def naturals(values: Any) -> tuple[int, ...]:
 
 
 def read_head(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], dict[str, str]]:
-    """The head of a safetensors file, its sizes checked: the dtype, shape, number of elements and place of each tensor,
-    and the strings that go with them. Raises RefusedError for what is none."""
+    """Read the head of a safetensors file, and check its sizes: dtype, shape, number of elements and position of each
+    tensor, and the strings of its metadata. Raises RefusedError for any other file."""
     size, found, runs = regular(path).stat().st_size, {}, []
     problem = f"{path.name} is no safetensors file"
     with refusing(problem, problem):
@@ -233,7 +233,7 @@ def read_head(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int, in
 
 
 def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, dict[str, Entry]], Scalars]:
-    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters. Raises
+    """List the tensors and scalars that files describe. All tensors of `plain` files are whole parameters. Raises
     RefusedError for files that do not agree, and for tensors that lack elements or have some twice."""
     tensors: dict[str, dict[str, Entry]] = {}
     scalars: Scalars = {}
@@ -265,7 +265,7 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
 def check_cover(what: str, entry: Entry) -> None:
     """Raises RefusedError unless the runs of a tensor's boxes cover every element exactly once; sorts them."""
     shape, twice = entry.shape, f"{what} lacks elements, or has some twice"
-    # A 0 would hide how large the others are.
+    # An axis of size 0 would hide how large the others are.
     possible = len(shape) <= MOST_AXES and math.prod(each or 1 for each in shape) < 2**62
     require(possible, f"{what} has shape {list(shape)!s:.60}, which no tensor has")
     for box, runs in entry.boxes.items():

@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: start-up, the verbs, and a record of everything that was sent."""
+"""The only package that calls torch.distributed: start-up, collectives and messages, and a record of all transfers."""
 
 from cs336_systems.comm.agreement import CommError, agree, fault, request_stop, stop_step, subgroup
 from cs336_systems.comm.events import Event, record

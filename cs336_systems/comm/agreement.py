@@ -1,8 +1,8 @@
 """Agreement through the store, without a collective, and the error of a rank whose collective or agreement failed.
 
-Ranks that differ in everything else still answer each other here. A rank that fails posts its reason in the store. A
-rank whose collective fails reads the reasons of the others, adds what the flight recorder shows of ranks that left
-none, and raises one CommError that names the cause.
+Ranks whose collectives do not match can still agree here. A rank that fails posts its reason in the store. A rank whose
+collective fails reads the reasons of the others, adds the flight recorder's entries of ranks that left none, and raises
+one CommError that names the cause.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -32,13 +32,13 @@ def timed_store(group: Group, limit: timedelta | None = None) -> TimedStore:
 
 
 def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | None = None) -> None:
-    """Post the `reason` why this rank stops, which ranks whose collectives fail will quote, or that it is `done`. All
-    ranks have one store for this: the cause may lie in another of a rank's groups."""
+    """Post the `reason` why this rank stops, or that it is `done`. Ranks whose collectives fail quote the reason. All
+    groups use one store for this, since the cause of a failure may lie in another group."""
     timed_store(default_group(), limit).set(f"{kind}/{dist.get_rank()}", message)
 
 
 def fault(message: str) -> UserError:
-    """Post a reason, and return the UserError to raise: ranks that miss this one will name it."""
+    """Post a message as the reason why this rank stops, for ranks that wait for it; returns the UserError to raise."""
     with suppress(StoreLostError):
         post("reason", f"failed: {message}")
     return UserError(message)
@@ -47,10 +47,10 @@ def fault(message: str) -> UserError:
 def comm_error(
     doing: str, group: Group, cause: str = "", silent: Collection[int] | None = None, headline: str = ""
 ) -> CommError:
-    """Error of a rank that was `doing` something in a group. It posts this rank's reason, waits for those of the other
-    ranks (only of the `silent` ones, by global rank, without a wait, if given), and adds the flight recorder's entries
-    of this rank and of ranks without a reason. Ranks of this machine that died or are stopped are always included,
-    since the rank that did not answer may be waiting for them."""
+    """Make the error of a rank that was `doing` something in a group. Post this rank's reason and wait for those of the
+    others (if `silent` lists global ranks, read only theirs, without a wait). Add the flight recorder's entries of this
+    rank and of ranks without a reason. Ranks of this machine that died or are stopped are always included, since the
+    rank that did not answer may be waiting for them."""
     me, readable = dist.get_rank(), sorted(recorder.others)
     asked = {*(dist.get_process_group_ranks(group) if silent is None else silent)} - {me}
     limit = timedelta(seconds=EXPLAIN_SECONDS)
@@ -63,18 +63,18 @@ def comm_error(
     with suppress(StoreLostError):  # it may be gone with rank 0
         post("reason", doing, limit)
         for rank in readable:
-            if default_group().size() > len(readable) + 1 and not posted(rank):  # for ranks of other machines
+            if default_group().size() > len(readable) + 1 and not posted(rank):  # ranks of other machines read it
                 store.set(f"summary/{rank}", recorder.others[rank].summary())
         for _ in polls(EXPLAIN_SECONDS if silent is None else 0.0):
             if all(posted(rank) for rank in asked - recorder.lost()):
                 break
-    # Looked at once: a rank that ends in order from now on is not among them.
+    # Read once: a rank that ends normally from now on must not count as lost.
     said, unexplained = dict[int, str](), sorted(asked | recorder.lost())
     with suppress(StoreLostError):
         for rank in list(unexplained):
             if reason := posted(rank) or (rank not in readable and posted(rank, "summary")):
                 unexplained.remove(rank)
-                if rank in asked or not reason.startswith("ended"):  # others may end in order
+                if rank in asked or not reason.startswith("ended"):  # others may end normally
                     said[rank] = f"rank {rank} {reason}"
     said |= {rank: recorder.summary(rank) for rank in unexplained}
     first = "; ".join([headline or f"rank {me} {doing}", *(said[rank] for rank in sorted(said))]) + cause
@@ -91,11 +91,11 @@ def needs_store(doing: str, group: Group) -> Iterator[None]:
 
 
 def agree(topic: str, value: str, group: Group, counted: bool = True, patience: timedelta | None = None) -> list[str]:
-    """Every rank's value (any text) on a topic, in the order of ranks. Every rank of the group must call this.
+    """Exchange values (any text) on a topic; returns all ranks' in order. Every rank of the group must call this.
 
-    A thread beside the main one passes `counted=False` and has topics of its own: the numbers of the main thread's
-    collectives must not depend on its timing. `patience` extends the group's timeout where ranks may take differently
-    long, as disks do. Raises CommError that names the ranks which did not answer, at once if they have ended.
+    A thread beside the main one passes `counted=False` and uses topics of its own, so that its timing cannot change the
+    numbers of the main thread's collectives. `patience` extends the group's timeout, for instance for slow disks.
+    Raises CommError that names the ranks which did not answer, at once if they have ended.
     """
     if is_fake(group):
         return [value] * group.size()
@@ -124,13 +124,13 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
 
 
 def subgroup(ranks: Sequence[int]) -> Group | None:
-    """Group of some ranks, with the timeout of the group of all; None on a rank outside. Every rank must call this."""
+    """Make a group of some ranks with the timeout of the group of all; None on other ranks. Every rank must call it."""
     mine, alone = dist.get_rank() in ranks, len(ranks) == 1  # a group of one needs no other rank
     if alone and not mine:
         return None
     try:
-        for work in in_flight if transport.on else ():  # nothing goes on there while a rank is in new_group
-            if work.event.verb not in ("send", "receive"):  # which may wait for what comes after the group
+        for work in in_flight if transport.on else ():  # in new_group a rank moves no shared memory
+            if work.event.verb not in ("send", "receive"):  # a message's partner may launch it later
                 for each in work.pending:
                     each.wait()
         group = dist.new_group(list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=alone)
@@ -141,7 +141,7 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
 
 
 def request_stop(step: int, group: Group) -> int:
-    """Ask all ranks to stop after a step; returns the step that the first request named, which is the one that holds.
+    """Ask all ranks to stop after a step; returns the step of the first request, which holds for all.
     Raises CommError if the store is lost."""
     with needs_store("asked all ranks to stop", group):
         return int(timed_store(group).set_first("stop after step", str(step)))

@@ -1,8 +1,8 @@
 """Blocks of memory that the other ranks of a machine can map.
 
-A rank's blocks lie in files without a name (memfd), which the others open through /proc: they have no path that could
-be left behind, and end with the last process. A block that is free is used again, since the first use of memory, which
-the system then clears, takes as long as a transfer.
+A rank's blocks lie in anonymous files (memfd), which the others open through /proc. No path can be left behind, and the
+memory is freed with the last process. Free blocks are used again: the system clears new memory at its first use, which
+takes as long as a transfer.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ CHUNK, SMALL = 2**23, 2**20  # blocks of up to SMALL bytes are cut from files of
 
 
 class Span(NamedTuple):
-    """Where another rank finds a stretch of this rank's memory, in bytes."""
+    """Position of a stretch of this rank's memory, in bytes, by which another rank finds it."""
 
     file: int = 0
-    serial: int = 0  # of this rank's files, whose descriptors are used again
+    serial: int = 0  # number of the file, since descriptors are used again
     size: int = 0
     offset: int = 0
     nbytes: int = 0
@@ -37,7 +37,7 @@ def memory_name(pid: int, serial: int) -> str:
 
 
 class Memory:
-    """A file without a name, mapped."""
+    """An anonymous file, mapped into memory."""
 
     serials = count(1)
 
@@ -67,14 +67,14 @@ class Block:
 
 
 class Pool:
-    """This rank's blocks: those that are free, by size, and those of buffers that somebody holds, by address."""
+    """This rank's blocks: free ones by size, and those of buffers in use by address."""
 
     def __init__(self) -> None:
         self.free: dict[int, list[Block]] = defaultdict(list)
         self.held: dict[int, Block] = {}
 
     def take(self, nbytes: int) -> Block:
-        """A free block. Raises UserError if there is no memory for a new one."""
+        """Take a free block. Raises UserError if there is no memory for a new one."""
         step = 1 << max(12, (nbytes - 1).bit_length() - 3)  # at most a quarter of a block is unused
         size = -(-nbytes // step) * step
         free = self.free[size]
@@ -88,11 +88,11 @@ class Pool:
         return free.pop()
 
     def give_back(self, block: Block) -> None:
-        """Let a block be taken again."""
+        """Mark a block as free."""
         self.free[block.nbytes].append(block)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in a block of its own, which is free again when nobody holds the tensor's storage."""
+        """Make a flat tensor in a block of its own, which is free again when nothing holds the tensor's storage."""
         nbytes = numel * dtype.itemsize
         block = self.take(nbytes)
         holder = (ctypes.c_byte * nbytes).from_buffer(block.memory.mapped, block.offset)
@@ -107,7 +107,7 @@ class Pool:
         return torch.frombuffer(holder, dtype=dtype)
 
     def find(self, tensor: Tensor) -> Span | None:
-        """Where a tensor from `buffer`, or a contiguous view of it, lies; None for any other."""
+        """Position of a tensor from `buffer`, or of a contiguous view of one; None for any other tensor."""
         if not tensor.numel() or not tensor.is_contiguous():
             return None
         start = tensor.untyped_storage().data_ptr()
@@ -115,7 +115,7 @@ class Pool:
         return None if block is None else block.span(tensor.nbytes, tensor.data_ptr() - start)
 
     def stage(self, tensor: Tensor) -> Block:
-        """A block with a copy of a flat tensor."""
+        """Copy a flat tensor into a block."""
         block = self.take(max(1, tensor.nbytes))
         block.tensor(tensor.nbytes, tensor.dtype).copy_(tensor)
         return block

@@ -1,4 +1,4 @@
-"""Record of every collective, for tests and predictions; marks for a profiler: the purpose of a storage."""
+"""Record of every collective, for tests and predictions, and marks that tell a profiler what a storage is used for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ MARK = "memory mark: "
 
 @dataclass(frozen=True)
 class Event:
-    """One collective over `ranks` ranks, or message between two, on a tensor of `numel` elements in all; `label` says
-    what it was for."""
+    """One collective over `ranks` ranks, or message between two, on a tensor of `numel` elements in all; `label` names
+    its purpose."""
 
     verb: str
     label: str
@@ -24,7 +24,7 @@ class Event:
     dtype: torch.dtype
     ranks: int
     algorithm: str  # the verb whose traffic this made: gloo reduce-scatters a CUDA tensor by an all-reduce
-    group: str = ""  # name of the process group, by which a mesh tells the axis
+    group: str = ""  # name of the process group, from which a mesh finds the axis
 
     @property
     def nbytes(self) -> int:
@@ -36,12 +36,12 @@ class Event:
         return self.nbytes * sent(self.algorithm, self.ranks)
 
 
-records: list[list[Event]] = []  # those that are open
+records: list[list[Event]] = []  # lists of the `record` blocks that are open
 
 
 @contextmanager
 def record() -> Iterator[list[Event]]:
-    """Lists every collective that this rank launches inside the block, in order."""
+    """List every collective that this rank launches inside the block, in order."""
     events: list[Event] = []
     records.append(events)
     try:
@@ -56,8 +56,8 @@ def is_profiling() -> bool:
 
 
 def mark(category: str, storage: Tensor | int) -> None:
-    """Tell a profiler, if one runs, that the storage of a tensor, or at an address, holds `parameters`, `gradients` or
-    `optimizer state` from now on: an event of the trace, among the allocations in the order in which they happened."""
+    """Tell a running profiler that the storage of a tensor, or at an address, holds `parameters`, `gradients` or
+    `optimizer state` from now on. The trace gets an event, in the order of time among those of the allocations."""
     if is_profiling():
         address = storage.untyped_storage().data_ptr() if isinstance(storage, Tensor) else storage
         with record_function(f"{MARK}{category} {address}"):

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic  # of the machine since it started: ranks of one machine may compare it
+from time import monotonic  # one clock for all processes of a machine
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     step: int
     nbytes: int
     launched: float
-    history: int  # of its group until here, see group.py; 0 for what has a tag
+    history: int  # hash of its group's collectives so far, see group.py; 0 if it has a tag
     verb: str
     group: str
     dtype: str
@@ -69,14 +69,14 @@ def of_step(step: int) -> str:
 
 
 class Ring:
-    """A rank's latest entries. One rank writes, all of its machine read; what is read of a rank that runs may be torn
-    in the oldest entry, which is never shown. `pid` and `started` identify the process of another rank."""
+    """A rank's latest entries. That rank writes, and all of its machine read. The oldest entry may be overwritten while
+    it is read, so it is never shown. `pid` and `started` identify the process of another rank."""
 
     def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, started: str = "") -> None:
         self.fields = np.frombuffer(memory, RING, 1)[0]
         self.slots, self.pid, self.started = self.fields["slots"], pid, started
         self.numbers, self.histories = self.slots["number"], self.slots["history"]
-        self.turns = itertools.count()  # whose next() no other thread interrupts
+        self.turns = itertools.count()  # its next() is safe among threads
         if not started:
             self.at_step(NO_STEP)
 
@@ -103,7 +103,7 @@ class Ring:
             entry["state"], entry["changed"] = state, monotonic()
 
     def entries(self, count: int = SHOWN) -> list[Entry]:
-        """The latest entries, oldest first."""
+        """List the latest entries, oldest first."""
         written = int(self.fields["written"])
         return [self._entry(turn % SLOTS) for turn in range(max(0, written - min(count, SLOTS - 1)), written)]
 
@@ -112,8 +112,8 @@ class Ring:
         return Entry._make([*values[:7], *(printable(each.decode(errors="replace")) for each in values[7:])])
 
     def other(self, group: str, number: int, history: int) -> Entry | None:
-        """Entry of a group's collective of this number if the rank's history is another one then. What may be torn,
-        because it was not complete before or may have been overwritten since, is left out."""
+        """Entry of a group's collective with this number, if the rank's history there is another one. Entries that may
+        be half written are left out: they were incomplete at the start, or may have been overwritten since."""
         complete = int(self.fields["written"])
         for slot in (self.numbers == number).nonzero()[0]:
             if self.histories[slot] in (0, history) or (entry := self._entry(slot)).group != group[:16]:

@@ -13,5 +13,5 @@ def sleep_while(address: int, value: int, seconds: float) -> bool:
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep on the word at an address."""
+    """Wake all processes that sleep on the word at an address."""
     LIBC.syscall(SYSCALL, ctypes.c_void_p(address), WAKE, ALL, None, None, 0)

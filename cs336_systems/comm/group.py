@@ -1,9 +1,9 @@
 """Process groups: ranks, sizes, timeouts, counters of the collectives that a rank took part in, and fake groups.
 
-Under torch's fake process group, whose collectives return at once and move nothing, one rank is alone as if all others
-were there. The library runs so as the rank of a layout of any size, also on the meta device, and `record()` lists what
-that rank would send: the prediction of traffic is the code itself. Results are void; what would depend on other ranks'
-values, such as an agreement, is answered as if all had given this rank's.
+The collectives of torch's fake process group return at once and move nothing. With it one process runs the library as
+one rank of any number, also on the meta device, and `record()` lists what that rank would send: traffic is predicted by
+the code itself. Results of collectives are undefined. Where a result would depend on other ranks' values, as in an
+agreement, all ranks are assumed to have this rank's value.
 """
 
 import atexit
@@ -26,18 +26,18 @@ from cs336_systems.errors import UserError
 
 Group = dist.ProcessGroup
 FAKE = "fake"
-ALL = "collectives and agreements"  # the kind that counts each of them
+ALL = "collectives and agreements"  # the kind under which all of them are counted
 HISTORY = "hash of the collectives that are matched by their order"
 
 _counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 in_flight: dict[Any, None] = {}  # this rank's Works that nobody has waited for yet, oldest first
 
-# A deep copy of a module shares its groups: `copy` shares what a reducer has only a name for.
+# A deep copy of a module shares its groups: `copy` does not copy an object whose reducer returns a name.
 copyreg.pickle(Group, lambda group: group.group_name)
 
 
 def default_group(group: Group | None = None) -> Group:
-    """The given group, or the group of all ranks. Raises UserError if none was started."""
+    """Return the given group, or the group of all ranks. Raises UserError if none was started."""
     if group is not None:
         return group
     if not dist.is_initialized():
@@ -48,8 +48,8 @@ def default_group(group: Group | None = None) -> Group:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave the group of a process that ends without doing so. Its collectives are awaited first, and their
-    tensors kept until the interpreter ends: a thread of gloo that is the last to hold one would abort the process."""
+    """Leave the group if the process ends without doing so. First wait for its collectives, and keep their tensors
+    until the interpreter ends: if a thread of gloo were the last to hold one, it would abort the process."""
     for work in in_flight:
         for each in work.pending:
             with suppress(RuntimeError):
@@ -77,7 +77,7 @@ def group_timeout(group: Group) -> timedelta:
 
 
 def global_rank(rank: int, group: Group) -> int:
-    """Number among all ranks of a group's rank; error messages use it."""
+    """Convert a group's rank to its number among all ranks, which error messages use."""
     return dist.get_global_rank(group, rank)
 
 
@@ -94,8 +94,8 @@ def count(group: Group, kind: str = ALL) -> int:
 
 
 def add_to_history(group: Group, kind: str) -> int:
-    """Hash of the kinds of this group's collectives that ranks match by their order, not by tags: this one's, and all
-    before it; never 0, which stands for none."""
+    """Add a collective that ranks match by order, not by tag, to the group's history; returns the hash of all so far.
+    It is never 0, which stands for a collective with a tag."""
     counts = counters(group)
     counts[HISTORY] = zlib.crc32(kind.encode(errors="replace"), counts[HISTORY]) or 1
     return counts[HISTORY]
@@ -108,7 +108,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[Group]:
         raise UserError(f"rank {rank} does not exist among {world_size} ranks")
     if dist.is_initialized():
         raise UserError("a process group of real ranks is running: imitate ranks before it starts, or after its end")
-    hook = sys.excepthook  # torch's adds the rank to every error
+    hook = sys.excepthook  # which torch replaces by one that adds the rank to every error
     dist.init_process_group(FAKE, store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield default_group()

@@ -33,8 +33,8 @@ from cs336_systems.host.machine import allowed_cores
 GRACE = 5.0  # seconds that the other ranks get to report the cause after one has failed
 SAME_SIGNAL = 1.0  # seconds in which a second SIGTERM counts as the first: schedulers may signal the whole group
 PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM by default
-UNREAD = 141  # exit status of a rank whose output nobody reads any more, as of a process that SIGPIPE ended
-TURN = 0.1  # seconds between two looks whether SIGTERM came
+UNREAD = 141  # exit status of a rank whose output nobody reads any more, like that of a process killed by SIGPIPE
+TURN = 0.1  # seconds between two checks for SIGTERM
 
 Worker = Callable[..., None]  # worker(place, *arguments)
 
@@ -61,9 +61,9 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
 def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience: float = PATIENCE) -> None:
     """Run `worker(place, *arguments)` in `nproc` processes and wait for all. A CPU rank has cores / nproc threads.
 
-    SIGTERM is passed on to the ranks, which are killed unless they end within `patience` seconds. The first failure
-    stops the other ranks. Raises UserError with its line, RuntimeError with its traceback,
-    KeyboardInterrupt, or BrokenPipeError if nobody reads the output any more.
+    SIGTERM is passed on to the ranks, which are killed unless they end within `patience` seconds. The first rank that
+    fails stops the others. Raises UserError with its error line, RuntimeError with its traceback, KeyboardInterrupt, or
+    BrokenPipeError if nobody reads the output any more.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
@@ -143,7 +143,7 @@ def start_ranks(
     try:
         if here.world_size > 1 or (nproc or 1) == 1:
             worker(here, *arguments)
-        else:  # device_count asks the driver without starting CUDA here, which no forked rank would survive
+        else:  # device_count does not start CUDA in this process; if it did, forked ranks could not use it
             device = device or ("cuda" if torch.cuda.device_count() else "cpu")
             run_ranks(worker, nproc or 1, device, *arguments, patience=patience)
     except CommError as error:
@@ -151,9 +151,9 @@ def start_ranks(
 
 
 def run_command_on_ranks(command: click.Command) -> int:
-    """Run a command line on every rank that torchrun started. The first rank of each machine prints: a machine that
-    cannot reach rank 0 must say so. The traceback of a defect is printed by every rank."""
-    with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
+    """Run a command line on every rank that torchrun started. Only the first rank of each machine prints, so that a
+    machine that cannot reach rank 0 can say so. Every rank prints the traceback of a defect."""
+    with suppress(UserError):  # the command finds its place, too, and reports the error
         if not is_first_of_machine():
             with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
                 return console.run_command(command)

@@ -1,4 +1,4 @@
-"""The mesh: ranks in a grid with an axis for each kind of parallelism, and the groups of ranks along its axes.
+"""Mesh: ranks in a grid with an axis for each kind of parallelism, and the groups of ranks along its axes.
 
 As in Megatron-LM (arXiv:2104.04473, section 3), tensor parallelism, which communicates most, has neighbouring ranks, so
 that it stays inside a machine; then come context, experts, data, and pipeline stages. With tp, dp, pp = 2, 2, 2:
@@ -22,12 +22,12 @@ AXES = ("pp", "dp", "ep", "cp", "tp")  # from slowest to fastest: neighbours alo
 
 
 class Mesh:
-    """The groups that this rank belongs to, one an axis: `tp`, `pp`, `ep`, `cp`, `dp`; every rank must construct it
-    alike.
+    """Groups that this rank belongs to, one for each axis: `tp`, `pp`, `ep`, `cp`, `dp`. Every rank must construct it
+    with the same degrees.
 
-    `data` joins dp, ep and cp: the ranks that see different tokens and hold the same dense parameters. Of these `rows`
-    (dp and ep) see different rows, and `replicas` (dp and cp) hold the same experts. `model` joins tp and pp: the ranks
-    that together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
+    `data` joins dp, ep and cp: its ranks see different tokens and hold the same dense parameters. The ranks of `rows`
+    (dp and ep) see different rows of a batch, those of `replicas` (dp and cp) hold the same experts, and those of
+    `model` (tp and pp) together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
     a tied embedding; None on the stages between. `dp` defaults to the rest of the ranks.
 
     Raises UserError, with the equation, if the degrees do not multiply to the number of ranks.
@@ -52,7 +52,7 @@ class Mesh:
         self._greet()
 
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
-        """The sets of ranks that differ in these axes only, each in ascending order."""
+        """Sets of ranks that differ in these axes only, each in ascending order."""
         along = [number for number, axis in enumerate(AXES) if axis in axes]
         lines = np.moveaxis(self.ranks, along, range(-len(along), 0))
         return [tuple(line) for line in lines.reshape(-1, math.prod(lines.shape[-len(along) :])).tolist()]
@@ -74,8 +74,8 @@ class Mesh:
         return self.channels.get((kind, source < target), self.pp)
 
     def _greet(self) -> None:
-        """Connect neighbouring stages. NCCL does so at the first message, for which the hosts of both ranks wait, so a
-        receive that is posted ahead would deadlock; all neighbours exchange a message now, in one order."""
+        """Connect neighbouring stages. NCCL connects at the first message and blocks both hosts until then, so a
+        receive that is posted ahead would deadlock. Therefore all neighbours exchange a message now, in one order."""
         me, stages = self.pp.rank(), self.pp.size()
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         for group in self.channels.values():
@@ -92,7 +92,7 @@ class Mesh:
 
 
 def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, dp: int | None = None) -> dict[str, int]:
-    """The size of every axis, in the order of AXES. Raises UserError as `Mesh` does."""
+    """Size of every axis, in the order of AXES. Raises UserError as `Mesh` does."""
     given = {"tp": tp, "pp": pp, "ep": ep, "cp": cp} | ({} if dp is None else {"dp": dp})
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items() if axis != "cp" or size != 1)
     if bad := [axis for axis, size in given.items() if size < 1]:

@@ -57,7 +57,7 @@ def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """One function of x in forward, its conjugate of the gradient in backward."""
+    """Apply one function to x in forward, and its conjugate to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -81,32 +81,32 @@ def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: st
 
 
 def copy(x: Tensor, group: Group, label: str = "copy") -> Tensor:
-    """x, whose gradient is summed over the ranks."""
+    """Return x; its gradient is summed over the ranks."""
     return _apply(x, _same, _sum, group, 0, label)
 
 
 def reduce(x: Tensor, group: Group, label: str = "reduce") -> Tensor:
-    """The sum of the ranks' x."""
+    """Sum x over the ranks."""
     return _apply(x, _sum, _same, group, 0, label)
 
 
 def scatter(x: Tensor, dim: int, group: Group, label: str = "scatter") -> Tensor:
-    """This rank's part of x along `dim`. Raises ValueError if it does not divide."""
+    """Return this rank's part of x along `dim`. Raises ValueError if it does not divide."""
     return _apply(x, _part, _whole, group, dim, label)
 
 
 def gather(x: Tensor, dim: int, group: Group, label: str = "gather") -> Tensor:
-    """The ranks' parts side by side along `dim`, for use that is the same on every rank."""
+    """Join the ranks' parts along `dim`, for a computation that is the same on every rank."""
     return _apply(x, _whole, _part, group, dim, label)
 
 
 def gather_sequence(x: Tensor, dim: int, group: Group, label: str = "gather sequence") -> Tensor:
-    """The ranks' parts side by side along `dim`, for use that differs by rank."""
+    """Join the ranks' parts along `dim`, for a computation that differs by rank."""
     return _apply(x, _whole, _part_of_sum, group, dim, label)
 
 
 def reduce_sequence(x: Tensor, dim: int, group: Group, label: str = "reduce sequence") -> Tensor:
-    """This rank's part along `dim` of the sum of the ranks' x. Raises ValueError if it does not divide."""
+    """Sum x over the ranks; returns this rank's part along `dim`. Raises ValueError if it does not divide."""
     return _apply(x, _part_of_sum, _whole, group, dim, label)
 
 
@@ -114,9 +114,9 @@ class Exchange:
     """An all-to-all in flight: the first given[0] rows of x (rows ...) go to rank 0 of the group, and so on; taken[r]
     rows arrive from rank r. Counts may be zero. Every rank must construct it, and run backward if any rank does.
 
-    Between its two halves, the constructor and `wait()`, computation overlaps it: in forward and, because autograd runs
-    nodes in reverse order, in backward as well. An empty tensor, the ticket, connects the halves in the graph, because
-    rows that arrive may have another shape than rows that leave.
+    Computation between its two halves, the constructor and `wait()`, overlaps it: in forward and, because autograd runs
+    nodes in reverse order, in backward as well. The halves are two nodes of the graph. An empty tensor, the ticket,
+    connects them, because the rows that arrive may have another shape than the rows that leave.
 
     A record lists it under `label` with the elements that this rank sends, and its backward as `label, gradient`. A
     group of one rank sends nothing. Raises ValueError for counts that do not add up to the rows.

@@ -1,13 +1,13 @@
 """Transfers between ranks of one machine, in memory that all of them have mapped.
 
-Each rank has a table, which only it writes and which the others read, and blocks of memory for what it sends. It enters
-a transfer in its table: a key, which is equal on all ranks of the transfer, and where its block lies. When all ranks
-have entered it, each does its part, reading and perhaps writing the others' blocks, and marks it as done. The parts are
-in `shared_verbs.py`.
+Each rank has a table, which it alone writes and the others read, and blocks of memory for the data that it sends. To
+begin a transfer, a rank enters two things in its table: a key, equal on all ranks of the transfer, and the position of
+its block. When all ranks have entered it, each does its part of the work (see `shared_verbs.py`): it reads the others'
+blocks, writes to them in some algorithms, and marks the transfer as done.
 
-A waiting rank does its part of whatever else is under way, and then sleeps on a futex in the table of the rank that it
-waits for. A flag is written after the data that it announces, and x86 keeps the order of stores; other processors need
-not, and use gloo.
+A rank that waits for another first does its part of all other transfers, then sleeps on a futex in the other's table.
+Each rank writes data before the flag that announces them. x86 keeps this order of stores; other processors may not, and
+use gloo.
 """
 
 import os
@@ -35,15 +35,15 @@ from cs336_systems.comm.store import while_waiting
 from cs336_systems.comm.tables import Peer
 from cs336_systems.errors import UserError
 
-SPIN = 50e-6  # seconds of looking again before a rank sleeps, where each rank has a core
-# Seconds of sleep before a rank looks whether the others are alive, and where other transfers may become ready.
+SPIN = 50e-6  # seconds of polling before a rank sleeps, if each rank has a core
+# Seconds of sleep before a rank checks whether the others are alive; shorter if other transfers may become ready.
 SLEEP, SHORT_SLEEP = 0.05, 0.001
 Act = Callable[[list[Tensor | None]], None]
 
 
 class Key(NamedTuple):
-    """The number by which ranks find each other's part of a transfer. If they match by their order, the histories of
-    their groups must be equal, and `mismatch` raises an error that names what differs."""
+    """Number by which ranks match their parts of a transfer. For a collective without a tag the ranks' histories must
+    also be equal; if they are not, `mismatch` raises an error that names the difference."""
 
     number: int
     history: int = 0
@@ -58,11 +58,11 @@ class Transport:
         self.close()
 
     def close(self) -> None:
-        """Tell the others that this rank takes part in nothing more, and forget them."""
+        """Tell the others that this rank takes part in no more transfers, and forget them."""
         if self.on and self.owner[0] == os.getpid():  # not in a child that was forked
             self.words[tables.CLOSED] = 1
             self.wake()
-        self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # those by rank
+        self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # peers by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
         self.ranks: WeakKeyDictionary[Group, tuple[int, list[int], timedelta]] = WeakKeyDictionary()
         self.turn, self.lock, self.crowded, self.futex = 0, RLock(), False, 0
@@ -70,12 +70,12 @@ class Transport:
         self.words = self.table.data
 
     def open(self) -> bool:
-        """Begin; returns False if not all other ranks' tables can be read, or there is no memory."""
+        """Start using shared memory; returns False if a rank's table cannot be read, or there is no memory."""
         peers = {rank: Peer(ring) for rank, ring in recorder.others.items()}
         if set(recorder.machine) != {*peers, recorder.rank}:
             return False
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each large block takes two: mmap has its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each large block takes two: mmap opens its own
         try:
             block = self.pool.take(1)
         except UserError:
@@ -99,15 +99,15 @@ class Transport:
         return self.on and tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
     def members(self, group: Group) -> tuple[int, list[int], timedelta]:
-        """Hash of a group's name, its ranks among all, and its timeout."""
+        """Hash of a group's name, the global numbers of its ranks, and its timeout."""
         if group not in self.ranks:
             name, ranks = zlib.crc32(group.group_name.encode()), dist.get_process_group_ranks(group)
             self.ranks[group] = name << 32, ranks, group_timeout(group)
         return self.ranks[group]
 
     def wake(self) -> None:
-        """Tell of a change of this rank's table those who wait for one. Who falls asleep while this looks is woken by
-        the next change, or after SLEEP."""
+        """Count a change of this rank's table, and wake ranks that wait for one. A rank that falls asleep during this
+        call is woken by the next change, or after SLEEP."""
         self.words[tables.CHANGES] = (self.words[tables.CHANGES] + 1) & 0x7FFFFFFF
         if any(peer.words[tables.SLEEPS] for peer in self.peers.values()):
             futex.wake(self.futex)
@@ -118,7 +118,7 @@ class Transport:
             slot = tables.HEAD + tables.WORDS * (turn % tables.SLOTS)
             if not self.words[slot]:
                 break
-            if turn > self.turn and (turn - self.turn) % tables.SLOTS == 0:  # the others are this many behind
+            if turn > self.turn and (turn - self.turn) % tables.SLOTS == 0:  # no slot is free
                 next(iter(self.pending)).wait(released=True)
         self.turn = turn + 1
         self.table[slot + tables.STATE : slot + tables.WORDS] = (tables.READY, transfer.key.history, *span)
@@ -132,7 +132,7 @@ class Transport:
             transfer.step()
 
     def progress(self) -> None:
-        """Do this rank's part of whatever is ready; nothing in a thread that only polls the store."""
+        """Do this rank's part of all transfers that are ready; other threads, which poll the store, do nothing here."""
         if self.pending and self.owner[1] == get_ident() and self.lock.acquire(blocking=False):
             try:
                 for transfer in list(self.pending):
@@ -144,9 +144,9 @@ class Transport:
 class Transfer:
     """A rank's part of a collective or message under way, with the methods of torch's Work.
 
-    `act` is called once, with every rank's part of memory (bytes), in the order of ranks; None for this rank's own. A
-    transfer of a buffer that the others read or write `in_place` is complete when all are done with it, and `finish` is
-    called then; one whose buffer was staged, as soon as this rank is.
+    `act` does this rank's part. It is called once, with the ranks' blocks (bytes) in order, None for this rank's own.
+    If the others read or write this rank's buffer `in_place`, the transfer is complete when all ranks are done; with a
+    staged copy, as soon as this rank is. `finish` is called when all are done.
     """
 
     def __init__(
@@ -212,9 +212,9 @@ class Transfer:
             assert self.act is not None
             with torch.no_grad():
                 self.act([peer.part(slot) if peer else None for peer, slot in pairs])
-            if not self.in_place:  # else the others still use the buffer, which it holds
+            if not self.in_place:  # in place the others still use its buffer
                 self.act = None
-        except Exception as error:  # raised by the `wait` of this transfer, whichever one got so far
+        except Exception as error:  # raised later, by this transfer's own `wait`
             self.error = error
             self.complete = True
             transport.pending.pop(self, None)
@@ -226,7 +226,7 @@ class Transfer:
 
     def _all_done(self) -> bool:
         for (peer, rank), slot in self._pairs():
-            # A slot is used again when all are done.
+            # A peer reuses the slot, for another key, once all ranks are done.
             if peer and peer.words[slot + tables.STATE] != tables.DONE and peer.words[slot] == self.word:
                 self.missing = rank
                 return False
@@ -235,8 +235,8 @@ class Transfer:
     is_completed = step
 
     def wait(self, released: bool = False) -> None:
-        """Wait until complete, or until all ranks are done with it. Raises RuntimeError if another rank ended, or the
-        group's timeout is over."""
+        """Wait until complete; if `released`, until all ranks are done with it. Raises RuntimeError if another rank
+        ended, or at the group's timeout."""
         start, limit = monotonic(), self.timeout.total_seconds()
         while not self._is_over(released):
             if transport.crowded or monotonic() - start > SPIN:
@@ -256,7 +256,7 @@ class Transfer:
         return zip(self.ranks, self.slots, strict=True)
 
     def _sleep(self, released: bool) -> None:
-        """Sleep until the table of the rank that this waits for changes. Raises RuntimeError if it never will."""
+        """Sleep until the rank that this waits for changes its table. Raises RuntimeError if that rank has ended."""
         peer = transport.peers[self.missing]
         changes, closed = peer.words[tables.CHANGES], peer.words[tables.CLOSED]
         if len(transport.pending) > 1:

@@ -1,18 +1,18 @@
-"""The parts that a rank has in collectives and messages over shared memory.
+"""Collectives and messages over shared memory: the part of the work that each rank does.
 
     all-reduce       one-shot: add the blocks of all ranks                        up to ONE_SHOT bytes
-                     two-shot: add a slice of them, write it to all blocks        above
+                     two-shot: add this rank's slice, write it to all blocks      above
     reduce-scatter   add this rank's slice of every block
     all-gather       copy every other rank's slice
     broadcast        copy the source's block
     all-to-all       copy this rank's rows out of every block
     send, receive    copy the sender's block
 
-One-shot waits once and reads N blocks; two-shot waits twice, and each rank reads and writes as much as one block. Terms
-are added in the order of the ranks, whatever the algorithm: a sum has the bits that one process gets that adds the
-ranks' tensors in that order. Halves are added in float32 and rounded once.
+One-shot waits once and reads N blocks; two-shot waits twice, and each rank reads and writes as much as one block. Both
+add terms in the order of the ranks, so a sum is bitwise equal to that of one process that adds the ranks' tensors in
+this order. float16 and bfloat16 are added in float32 and rounded once.
 
-A buffer from `shared_empty` is a block by itself, and nothing is copied; any other tensor is staged in a block.
+A buffer from `shared_empty` lies in a block, so it need not be copied; any other tensor is staged: copied to a block.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ Reduction = Literal["mean", "sum", "max"]
 
 
 def shared_empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """A flat tensor, not filled, of memory that the group's ranks can map, if they share any."""
+    """Allocate a flat tensor, not filled, in memory that the group's ranks can map, if they share any."""
     private = not transport.on or device.type != "cpu" or not numel or group.size() == 1
     return torch.empty(numel, dtype=dtype, device=device) if private else transport.pool.buffer(numel, dtype)
 
@@ -43,11 +43,11 @@ def copies(group: Group, tensor: Tensor) -> bool:
 
 
 def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequence[Tensor]) -> None:
-    """Write the sum (mean, maximum) of flat tensors, taken in the given order, to each of the targets, which may be
-    some of the terms. Halves are added in float32 and rounded once."""
+    """Write the sum (mean, maximum) of flat tensors, added in the given order, to each target; a target may be one of
+    the terms. float16 and bfloat16 are added in float32 and rounded once."""
     combine = torch.maximum if reduction == "max" else torch.add
     wide = terms[0].dtype in HALVES and reduction != "max"
-    # Added up in the first target, unless a term that is still to be added lies there.
+    # The first target holds the running sum, unless it is a term that is still to be added.
     direct = not wide and all(term.data_ptr() != targets[0].data_ptr() for term in terms[2:])
     numel = terms[0].numel()
     size = min(numel, CACHED // terms[0].itemsize)
@@ -69,7 +69,7 @@ def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequenc
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
-    """See `verbs`."""
+    """Start this rank's part of `verbs.all_reduce`."""
     flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
     if flat.nbytes <= ONE_SHOT:
         staged = transport.pool.stage(flat)
@@ -90,7 +90,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Tr
 
 
 def reduce_scatter(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
-    """See `verbs`."""
+    """Start this rank's part of `verbs.reduce_scatter`."""
     flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
     block, span = _exposed(flat)
 
@@ -102,7 +102,7 @@ def reduce_scatter(flat: Tensor, group: Group, reduction: Reduction, key: Key) -
 
 
 def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
-    """See `verbs`."""
+    """Start this rank's part of `verbs.all_gather`."""
     slices = flat.data.view(-1).chunk(group.size())
     block, span = _exposed(slices[group.rank()])
 
@@ -115,7 +115,7 @@ def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
 
 
 def broadcast(data: Tensor, source: int, group: Group, key: Key) -> Transfer:
-    """See `verbs`; `data` are bytes."""
+    """Start this rank's part of `verbs.broadcast`; `data` are bytes."""
     data, sends = data.data, group.rank() == source
     block, span = _exposed(data) if sends else (None, Span())
 
@@ -142,8 +142,8 @@ def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Tra
 def all_to_all(
     output: Tensor, given: Tensor, output_rows: list[int], given_rows: list[int], group: Group, key: Key
 ) -> Transfer:
-    """See `verbs`. A block begins with the numbers of rows for each rank."""
-    me, counts = group.rank(), torch.tensor([*given_rows, *[0] * (group.size() % 2)])  # rows begin at 16 bytes
+    """Start this rank's part of `verbs.all_to_all`. A block begins with the numbers of rows for each rank."""
+    me, counts = group.rank(), torch.tensor([*given_rows, *[0] * (group.size() % 2)])  # rows are aligned to 16 bytes
     if sum(given_rows) != len(given) or sum(output_rows) != len(output):
         raise RuntimeError(f"{given_rows} of {len(given)} rows leave, and {output_rows} of {len(output)} rows arrive")
     given, targets, head = given.data.reshape(-1), output.data.split(output_rows), counts.nbytes
@@ -165,7 +165,7 @@ def all_to_all(
 
 
 def _exposed(tensor: Tensor) -> tuple[Block | None, Span]:
-    """Where the others find a flat tensor: in the buffer that it lies in, or in a block with a copy."""
+    """Let the others read a flat tensor: in its own shared buffer (without a block), or in a block with a copy."""
     if span := transport.pool.find(tensor):
         return None, span
     block = transport.pool.stage(tensor)

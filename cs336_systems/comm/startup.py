@@ -1,6 +1,6 @@
 """Start-up: rank and world size of this process, and the process group that joins all ranks.
 
-torchrun, Slurm or the parent that forked it tells a process its place; otherwise it is alone.
+torchrun, Slurm or the parent that forked it tells a process its rank and world size; without these it runs alone.
 """
 
 import ctypes
@@ -31,15 +31,15 @@ from cs336_systems.host.text import printable
 Backend = Literal["shm", "gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
-PARTING = timedelta(seconds=2)  # that a rank which ends gives the store to answer, or others to read from it
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PARTING = timedelta(seconds=2)  # a rank that ends waits so long for the store, or until the others have read from it
+PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
 STARTED = os.getpid(), os.getppid()  # read early: an orphan gets another parent
 
 _entries = count()  # groups joined by this process so far: keys of an earlier group must not be read again
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """An environment variable. Raises UserError if it is not a number, or missing without a default."""
+    """Read an environment variable. Raises UserError if it is not a number, or missing without a default."""
     value = os.environ.get(name, default)
     if value is None:
         raise UserError(f"RANK is set but {name} is not: start with torchrun, or set both")
@@ -50,14 +50,14 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes: `gpu[07-09,12],big1` begins with gpu07."""
+    """First node of Slurm's list of nodes: gpu07 of `gpu[07-09,12],big1`."""
     if not (found := re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)):
         raise UserError(f"SLURM_JOB_NODELIST {nodes!r} names no node")
     return found[1] + (found[2] or "")
 
 
 def find_place() -> Place:
-    """Place that torchrun or Slurm gave this process; otherwise alone. Raises UserError for an impossible place."""
+    """Place that torchrun or Slurm gave this process, or that of a lone one. Raises UserError if it is impossible."""
     env = os.environ
     if "RANK" in env:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
@@ -79,7 +79,7 @@ def find_place() -> Place:
 
 
 def tell_environment(place: Place) -> None:
-    """Write a place where torchrun does, for other systems that read it there."""
+    """Set the environment variables that torchrun sets, for other libraries that read them."""
     numbers = place.rank, place.world_size, place.local_rank, place.local_world_size
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     os.environ.update(zip(names, map(str, numbers), strict=True), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
@@ -107,7 +107,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def can_share() -> bool:
-    """True on a machine whose ranks can share memory here: Linux on x86-64."""
+    """True on a machine whose ranks can share memory: Linux on x86-64."""
     return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
@@ -117,8 +117,8 @@ def backend_of(group: Group) -> str:
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
-    """The given backend, or nccl on GPUs, shared memory on the CPUs of one machine and gloo on those of several. Raises
-    UserError for one that cannot serve these ranks."""
+    """Return the given backend; by default nccl on GPUs, shared memory on the CPUs of one machine, gloo on those of
+    several. Raises UserError for a backend that cannot serve these ranks."""
     shares = device.type == "cpu" and place.one_machine and can_share()
     backend = backend or ("nccl" if device.type == "cuda" else "shm" if shares and place.world_size > 1 else "gloo")
     if backend not in ("shm", "gloo", "nccl"):
@@ -155,7 +155,7 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
     if message:
         store.set("refused", message)
         store.set(f"told/{place.rank}", "")
-        if place.rank == 0:  # which may hold the store: until all waiting ranks have read the message
+        if place.rank == 0:  # may hold the store, so it stays until all waiting ranks have read the message
             waiting = [rank for rank, key in enumerate(joined) if store.check([key])]
             wait_for(store, [f"told/{rank}" for rank in waiting], PARTING)
         raise UserError(message)
@@ -168,11 +168,11 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
 def distributed(
     device: torch.device | str = "cpu", backend: str | None = None, timeout: float = TIMEOUT, place: Place | None = None
 ) -> Iterator[Group]:
-    """The group of all ranks, joined on entry and left together on exit; also for one process alone.
+    """Join the group of all ranks on entry, and leave it together on exit; also for one process alone.
 
     `timeout` (seconds) holds for joining, for every collective and for every sub-group. On exit the ranks compare how
-    many collectives they took part in: a rank that ended early (fewer batches, an exception) is named on all. Raises
-    UserError for ranks that never join, a port in use or a missing backend, and CommError for ranks that end early.
+    many collectives they took part in, so that every rank names one that ended early (fewer batches, an exception).
+    Raises UserError for ranks that never join, a port in use or a missing backend; CommError for ranks that end early.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == STARTED[0]:  # a fork of a rank has another parent
         die_with_parent(STARTED[1])
@@ -200,7 +200,7 @@ def distributed(
             yield default_group()
             _leave(default_group(), limit)
         except BaseException as error:
-            in_flight.clear()  # the others learn of it when the connections close, which must not wait for these
+            in_flight.clear()  # close the connections without waiting for these, so that the others notice at once
             with suppress(StoreLostError):  # it may be gone with rank 0
                 if not isinstance(error, CommError):
                     post("reason", f"failed: {type(error).__name__}: {str(error)[:300]}", PARTING)
@@ -209,7 +209,7 @@ def distributed(
 
 
 def _share_memory(store: TimedStore, place: Place, timeout: timedelta) -> bool:
-    """Let the ranks' collectives use shared memory, if every rank has mapped that of all others."""
+    """Let collectives use shared memory if every rank could map that of all others; returns True if so."""
     keys = [f"shares/{rank}" for rank in range(place.world_size)]
     with needs_store("mapped the memory of the other ranks", default_group()):
         store.set(keys[place.rank], "yes" if transport.open() else "no")
@@ -223,7 +223,7 @@ def _share_memory(store: TimedStore, place: Place, timeout: timedelta) -> bool:
 def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> None:
     try:
         _join(TimedStore(store, timeout), place, timeout)
-        name = "gloo" if backend == "shm" else backend  # for what goes beside the verbs
+        name = "gloo" if backend == "shm" else backend  # for torch's own operations
         dist.init_process_group(name, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except StoreLostError as error:
         where = printable(place.meeting)
@@ -246,7 +246,7 @@ def _leave(group: Group, timeout: timedelta) -> None:
             raise comm_error(ended, group)
         numbers, histories = zip(*(store.get(key).split() for key in left), strict=True)
         store.set(gone[group.rank()], "")
-        if group.rank() == 0:  # which may hold the store
+        if group.rank() == 0:  # may hold the store, so it leaves last
             wait_for(store, gone, PARTING)
     if len(set(numbers)) > 1:
         raise CommError(f"the ranks ended after {', '.join(numbers)} collectives: some had fewer batches")

@@ -1,8 +1,8 @@
 """A key-value store shared by the ranks, through which they find each other; every answer has a time limit.
 
-It is a file of one machine, or at an address and port; ranks of one machine use the loopback address, so that nothing
-listens to the network. Rank 0 may hold it. If that is stopped, its machine keeps the connection open and no answer
-comes, for which torch's TCPStore has no time limit. So a thread asks, and the caller waits for it until the limit.
+It is a file, or a server at an address and port; ranks of one machine use the loopback address, so that nothing listens
+to the network. Rank 0 may be the server. If it is stopped, its connections stay open but no answer comes, and torch's
+TCPStore waits without a limit. So a thread asks the store, and the caller waits for the thread until the limit.
 """
 
 import os
@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
-LONE = "surrogatepass"  # a file name that is not Unicode holds lone surrogates, which must survive the way
+LONE = "surrogatepass"  # sends the lone surrogates by which Python represents a file name that is not Unicode
 LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
-while_waiting: list[Callable[[], None]] = []  # what a rank goes on with while it polls
+while_waiting: list[Callable[[], None]] = []  # called again and again while a rank polls
 _servers: dict[str, Store] = {}  # by address: a store that is closed and opened again would lose keys
 _asker: "_Asker | None" = None
 
@@ -82,7 +82,7 @@ class TimedStore:
 
 
 def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Result of `call(*arguments)`, which asks or opens a store. Raises StoreLostError."""
+    """Run `call(*arguments)`, which asks or opens a store, in a thread; returns its result. Raises StoreLostError."""
     global _asker
     if _asker is None or not _asker.is_alive():  # no thread survives a fork
         _asker = _Asker()
@@ -122,7 +122,7 @@ class _Asker(Thread):
 
 
 def polls(seconds: float) -> Iterator[None]:
-    """Turns of a loop that polls for some seconds, at least one, with pauses of a millisecond to 0.1 s in between."""
+    """Yield at each turn of a loop that polls for some seconds, at least once, with pauses of 1 ms to 0.1 s between."""
     deadline, pause = monotonic() + seconds, 0.001
     yield
     while monotonic() < deadline:
@@ -155,7 +155,7 @@ def first_line(error: Exception) -> str:
 
 
 def open_store(place: Place, timeout: timedelta) -> Store:
-    """The store of the ranks. Raises UserError for a port in use or a rank 0 that cannot be reached."""
+    """Open the store of the ranks. Raises UserError for a port in use or a rank 0 that cannot be reached."""
     if place.world_size == 1:
         return HashStore()
     if place.meeting.startswith("/"):

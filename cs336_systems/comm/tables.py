@@ -1,4 +1,4 @@
-"""The table of a rank's transfers, as that rank writes it and as the others of its machine read it."""
+"""Table of a rank's transfers: its layout, which the rank writes, and `Peer`, by which other ranks read it."""
 
 import mmap
 import os
@@ -28,7 +28,7 @@ class Peer:
         self.memories: dict[int, mmap.mmap] = {}
 
     def find(self, key: int, guess: int) -> int:
-        """The first word of the slot with this key, or 0. Most often it is where this rank has its own."""
+        """Find the first word of the slot with this key, or 0. `guess`, this rank's own slot, is right most often."""
         if self.words[guess] == key:
             return guess
         found = (self.keys == key).nonzero()[0]
@@ -47,7 +47,7 @@ class Peer:
         try:
             descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR | os.O_NONBLOCK)
             with open(descriptor, "r+b") as opened:
-                # A rank that has left may have another file there.
+                # A rank that has left may have reused the descriptor for another file.
                 name = f"/memfd:{memory_name(self.ring.pid, serial)} (deleted)"
                 if os.readlink(f"/proc/self/fd/{descriptor}") == name:
                     return mmap.mmap(opened.fileno(), size)

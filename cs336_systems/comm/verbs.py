@@ -1,8 +1,8 @@
 """Collectives and messages. Each starts in place on a flat tensor; `Work.wait` completes it.
 
-The algorithm is chosen by backend. Shared memory has its own (shared_verbs.py), carried out by ranks that wait or
-launch: nothing moves while all compute. gloo and NCCL go on meanwhile. gloo's own reduce-scatter and all-gather are
-slower than its all-reduce although they move half as much, so there both are exchanges of slices by send and receive.
+Each backend has its algorithms. Over shared memory (shared_verbs.py) a rank moves data only while it launches or waits,
+not while it computes; gloo and NCCL transfer in the background. gloo's reduce-scatter and all-gather are slower than
+its all-reduce although they move half as much, so with gloo both are built from sends and receives of slices.
 """
 
 import zlib
@@ -32,9 +32,9 @@ REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.R
 class Work:
     """A collective or message in flight; `wait` returns when its result is in place, and may be called again.
 
-    `launching` encloses the call that starts it: without one (a group of one rank) the work is done from the start.
-    Without tags a collective meets whichever the other ranks launch as their next one: a `history` of the group, not 0,
-    is then compared with those of this machine's ranks, before and after.
+    `launching` encloses the call that starts it. A group of one rank starts nothing, and its work is done at once.
+    A collective without a tag is matched with the next one that each other rank launches. So that a mismatch is found,
+    its `history` (a hash, not 0) is compared with those of this machine's ranks, before and after.
     """
 
     def __init__(self, event: Event, group: Group, number: int, history: int = 0) -> None:
@@ -61,11 +61,11 @@ class Work:
             recorder.mine.advance(self.entry, FINISHED)
 
     def next_key(self) -> Key:
-        """Number by which ranks that share memory find each other's part of a collective without a tag."""
+        """Key by which ranks that share memory match their parts of a collective without a tag."""
         return Key(count(self.group, "collectives without a tag"), self.history, self._compare)
 
     def is_done(self) -> bool:
-        """True if nothing is under way any more."""
+        """True if all its transfers have completed."""
         return all(work.is_completed() for work in self.pending)
 
     def __str__(self) -> str:
@@ -83,14 +83,14 @@ class Work:
         with self._explained("wait"):
             for work in pending:
                 work.wait()
-        if not transport.on:  # there, nothing moves before the ranks' histories are found equal
+        if not transport.on:  # shared memory compares the ranks' histories before it moves anything
             self._compare()
         if finish:
             finish()
         recorder.mine.advance(self.entry, FINISHED)
 
     def _compare(self) -> None:
-        """Raises CommError if another rank of this machine, as far as it has come, launches other collectives."""
+        """Raises CommError if another rank of this machine has launched other collectives, up to this number."""
         for rank, ring in recorder.others.items() if self.history else ():
             if (other := ring.other(self.event.group, self.number, self.history)) is not None:
                 theirs = f"{other.verb} no. {other.number} ({other.label or 'no label'}, {other.nbytes:,} bytes"
@@ -102,9 +102,9 @@ class Work:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Show the block in a profile under a name by which traces of several ranks are matched, such as `wait
-        all-reduce 0#3 bucket 1` for the third collective of group 0, and turn torch's error into a CommError that says
-        what every other rank was doing."""
+        """Name the block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
+        traces of several ranks are matched by this name. Turn torch's error into a CommError that says what every other
+        rank was doing."""
         event = self.event
         name = f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip()
         try:
@@ -130,7 +130,7 @@ def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
 def _message(
     verb: str, source: int, to: int, tensor: Tensor, group: Group, label: str, begin: Callable[..., Any]
 ) -> Work:
-    # Its number counts messages of the label on this way, since a group's collectives are counted on all its ranks.
+    # Counted by sender, receiver and label, not in the group's own count, which must stay equal on all its ranks.
     number, tag = _tag(f"message {source} to {to} {label} {tensor.numel()} {tensor.dtype}", group)
     work = Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number)
     with work.launching():
@@ -142,10 +142,10 @@ def _message(
 
 
 def _tag(kind: str, group: Group) -> tuple[int, int]:
-    """Number of a collective or message within its kind in a group, and a tag that only it has.
+    """Count a collective or message of this kind in a group; returns its number and a tag that no other has.
 
-    gloo would match any two of one tag, even of different sizes, without an error. Counting by verb, label and size
-    lets ranks that do the same work in different orders still meet.
+    gloo matches any two operations with the same tag, even of different sizes, without an error. A kind names verb,
+    label and size, so ranks that launch the same work in different orders still match.
     """
     number = count(group, kind)
     return number, zlib.crc32(f"{kind} {number}".encode()) >> 1
@@ -155,8 +155,8 @@ def _tag(kind: str, group: Group) -> tuple[int, int]:
 def _collective(
     verb: str, tensor: Tensor, group: Group, label: str, algorithm: str = "", alike: object = ""
 ) -> Iterator[Work]:
-    """A collective, counted, that starts inside the block unless the group has one rank. `alike` is what must be equal
-    on all ranks besides verb, label and dtype; None for a collective with tags."""
+    """Count a collective, which the block starts unless the group has one rank. Verb, label, dtype and `alike` must be
+    equal on all ranks; `alike` is None for a collective with tags."""
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
     past = 0 if alike is None else add_to_history(group, f"{verb} {label} {tensor.dtype} {alike}")
     work = Work(event, group, count(group), past)
@@ -165,8 +165,8 @@ def _collective(
 
 
 def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:
-    """The operator of a reduction. Halves are divided here and then added, as NCCL does by itself: the mean of 40,000
-    on each rank is one, but the sum is infinite."""
+    """Convert a reduction to torch's operator. For a mean of float16 divide before the sum, as NCCL does by itself:
+    40,000 on every rank has a finite mean, but its sum overflows."""
     if reduction == "mean" and flat.dtype == torch.float16 and dist.get_backend(group) != "nccl":
         flat.detach().div_(group.size())
         reduction = "sum"
@@ -186,9 +186,8 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
 
 
 def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Literal["mean", "sum"] = "mean") -> Work:
-    """Replace, on rank r, the r-th of equal slices of `flat` by its mean (or sum) over all ranks; the others are void.
-
-    On CPUs the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
+    """Replace the r-th of equal slices of `flat`, on rank r, by its mean (or sum) over all ranks. Other slices become
+    undefined. On CPUs terms are added in the order of the ranks, so the result does not depend on the buckets.
     """
     ranks, me = group.size(), group.rank()
     gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
@@ -197,7 +196,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "", alike) as work:
         if ranks == 1:
             return work
-        if flat.is_complex() and not gloo:  # NCCL knows no complex numbers
+        if flat.is_complex() and not gloo:  # NCCL has no complex dtypes
             flat = torch.view_as_real(flat).view(-1)
         if transport.serves(group, flat):
             work.pending = [shared_verbs.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
@@ -216,7 +215,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
 
 
 def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
-    """Fill `flat` with the slices of all ranks; before, rank r has only the r-th of its equal slices."""
+    """Fill `flat` with the slices of all ranks: rank r provides the r-th of its equal slices."""
     ranks, me = group.size(), group.rank()
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
@@ -241,7 +240,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Wor
     with _collective("broadcast", tensor, group, label, alike=(source, tensor.numel())) as work:
         if group.size() > 1 and tensor.numel():
             sent = tensor.contiguous()
-            data = sent.detach().view(-1).view(torch.uint8)  # gloo knows few dtypes, and all have bytes
+            data = sent.detach().view(-1).view(torch.uint8)  # as bytes, since gloo has few dtypes
             if transport.serves(group, data):
                 work.pending = [shared_verbs.broadcast(data, source, group, work.next_key())]
             else:
@@ -267,7 +266,7 @@ def all_to_all(
 
 
 def _tag_of(work: Work) -> int:
-    """The tag of a collective that ranks may launch in different orders."""
+    """Tag of a collective that ranks may launch in different orders."""
     event = work.event
     return _tag(f"{event.verb} {event.label} {event.numel} {event.dtype}", work.group)[1]
 

@@ -1,7 +1,7 @@
 """BERT's samples: two segments of a document, swapped in half of the cases, with some words masked.
 
-Sample i is a pure function of (documents, seed, i), so a run sees the same samples when it is resumed or runs on
-another number of ranks.
+Sample i is a pure function of (documents, seed, i), so a run that is resumed, or runs on another number of ranks, sees
+the same samples.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from cs336_systems.errors import UserError
 TokenizerKind = Literal["bytes", "wordpiece"]
 
 SPECIAL_PER_SAMPLE = 3  # [CLS] A [SEP] B [SEP]
-SHORTEST = 2 + SPECIAL_PER_SAMPLE  # a token in either segment
+SHORTEST = 2 + SPECIAL_PER_SAMPLE  # one token in each segment
 LONG_SENTENCE = 512  # tokens; a document with a longer sentence is hardly prose, and is skipped
 LONGEST_NGRAM = 3  # words that are masked together
-# Cumulative sums of 1/n, P(n) up to a factor: where fewer words are left, the first entries serve.
+# Cumulative sums of 1/n, which P(n) is proportional to; if fewer words are left, only the first entries are used.
 NGRAM_WEIGHTS = np.cumsum(1 / np.arange(1, LONGEST_NGRAM + 1))
-MASKED, KEPT = 0.8, 0.1  # of the tokens to predict; the others are replaced at random
+MASKED, KEPT = 0.8, 0.1  # shares of the tokens to predict; the others are replaced by random ones
 PACKING, SHUFFLE, SAMPLE = 1, 2, 3  # seeds of separate random streams
 
 
@@ -42,9 +42,9 @@ class Sample(NamedTuple):
 
 class BertData:
     """Batches of one split, over any number of epochs. Each epoch shuffles the packed spans of sentences, and cuts,
-    swaps and masks them anew. The spans are the same in every epoch (Megatron-LM draws new lengths), so that any sample
-    can be made without the epochs before it. Raises UserError for documents that give no sample, and for sizes and ids
-    that do not fit."""
+    swaps and masks them again. The spans are the same in every epoch (Megatron-LM draws new lengths), so any sample can
+    be made without those before it. Raises UserError for documents without any sample, for invalid sizes, and for token
+    ids outside the vocabulary."""
 
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, seq_length: int, seed: int = 0, mask_prob: float = 0.15,
@@ -70,7 +70,7 @@ class BertData:
         self._order = lru_cache(2)(lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(count))
 
     def sample(self, index: int) -> Sample:
-        """Sample number `index`, counted from 0 over all epochs."""
+        """Make sample number `index`, counted from 0 over all epochs."""
         epoch, place = divmod(index, len(self.spans))
         first, end, target_length = self.spans[self._order(epoch)[place]]
         rng = np.random.default_rng((SAMPLE, self.seed, index))
@@ -87,10 +87,10 @@ class BertData:
         return Sample(tokens, targets, token_types, len(row), swapped)
 
     def hide(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Choose tokens to predict, and mask, replace or keep them: tokens (seq) and targets (seq), IGNORED elsewhere.
-        A share `mask_prob` of the row, special tokens counted, is chosen, at least one token."""
+        """Choose tokens to predict, and mask, replace or keep them; returns tokens (seq) and targets (seq), IGNORED at
+        other tokens. The share `mask_prob` of the row, special tokens counted, is chosen, and at least one token."""
         chosen = choose_words(self.tokenizer.words(row), max(1, round(self.mask_prob * len(row))), rng)
-        if not len(chosen):  # no whole word is short enough, or all is white space, which bytes can be
+        if not len(chosen):  # no whole word is short enough, or all bytes are white space
             chosen = rng.choice(np.flatnonzero(~np.isin(row, self.tokenizer.special_ids)), 1)
         fate = rng.random(len(chosen))
         tokens, targets = row.copy(), np.full(len(row), IGNORED)
@@ -101,8 +101,8 @@ class BertData:
         return tokens, targets
 
     def batch(self, step: int, global_batch: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """This rank's rows of the global batch of one step, (global_batch/world_size seq); pair label 1: swapped. Row r
-        of it is sample step * global_batch + r. Raises UserError if the batch does not divide over the ranks."""
+        """Make this rank's rows (global_batch/world_size seq) of one step's global batch, whose row r is sample step *
+        global_batch + r. Pair label 1 means swapped. Raises UserError if the batch does not divide over the ranks."""
         rows = corpus.rank_rows(global_batch, rank, world_size)
         columns = zip(*(self.sample(step * global_batch + row) for row in rows), strict=True)
         tokens, targets, token_types, lengths, swapped = (torch.from_numpy(np.stack(each)) for each in columns)
@@ -112,12 +112,12 @@ class BertData:
 
 def pack(documents: Documents, max_tokens: int, short_seq_prob: float, seed: int) -> np.ndarray:
     """Pack consecutive sentences into spans, (samples 3): first sentence, end, target length in tokens. A span takes
-    sentences of a document until it has `max_tokens`, or with probability `short_seq_prob` a random number from 2 up,
-    so that the model meets short rows too. It has two sentences at least, so a document's last sentence is never left
-    over alone (Megatron-LM v2.5, build_mapping)."""
+    sentences of a document until it has `max_tokens`; or, with probability `short_seq_prob`, a random number from 2 up,
+    so that the model also sees short rows. A span has at least two sentences, so a document's last one is never left
+    alone (Megatron-LM v2.5, build_mapping)."""
     lengths = np.diff(documents.sentences)
     rng = np.random.default_rng((PACKING, seed))
-    # Every span takes two sentences, which bounds their number.
+    # Every span takes at least two sentences, which bounds the number of spans.
     short = rng.random(len(lengths) // 2) < short_seq_prob
     targets = iter(np.where(short, rng.integers(2, max_tokens + 1, len(short)), max_tokens).tolist())
     spans = []
@@ -136,8 +136,8 @@ def pack(documents: Documents, max_tokens: int, short_seq_prob: float, seed: int
 
 
 def truncate(a: np.ndarray, b: np.ndarray, max_tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten two segments to `max_tokens` in all: the longer one, or b of equals, loses tokens one by one, from its
-    front or its back by a coin toss (as in the code of arXiv:1810.04805)."""
+    """Shorten two segments to `max_tokens` in total. The longer one (b if they are equal) loses tokens one by one, from
+    its front or back at random (as in the code of arXiv:1810.04805)."""
     if len(a) + len(b) <= max_tokens:
         return a, b
     left_b = min(len(b), max(max_tokens // 2, max_tokens - len(a)))
@@ -147,9 +147,9 @@ def truncate(a: np.ndarray, b: np.ndarray, max_tokens: int, rng: np.random.Gener
 
 
 def choose_words(words: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
-    """Positions (count,) of whole words to predict, `budget` at most: n-grams of up to LONGEST_NGRAM words, P(n) ~ 1/n.
-    words (seq,) numbers each position's word from 0, -1 outside. An n-gram longer than the rest of the budget loses
-    words from its end, and is skipped if its first word alone is too long."""
+    """Choose positions (count,) of whole words to predict, at most `budget`: n-grams of up to LONGEST_NGRAM words,
+    P(n) ~ 1/n. `words` (seq,) has the number of each position's word from 0, -1 outside words. An n-gram longer than
+    the rest of the budget loses words from its end, and is skipped if its first word alone is too long."""
     places = np.flatnonzero(words >= 0)
     count = int(words.max(initial=-1)) + 1
     starts = np.searchsorted(words[places], np.arange(count + 1)).tolist()
@@ -170,8 +170,8 @@ def choose_words(words: np.ndarray, budget: int, rng: np.random.Generator) -> np
 
 
 def read_texts(data: Sequence[str]) -> tuple[list[list[str]], str]:
-    """Documents of sentences and their name, from the user's files, each of which ends a document, or by default from
-    the standard library. Raises UserError for a file that is not text."""
+    """Read documents of sentences, and their name, from the user's files, or by default from the standard library. The
+    end of a file ends a document. Raises UserError for a file that is not text."""
     texts = [corpus.file_corpus([Path(name)]) for name in data] or [corpus.stdlib_corpus()]
     documents = [document for text in texts for document in corpus.text_documents(text.tokens.tobytes())]
     return documents, ", ".join(text.name for text in texts)
@@ -180,8 +180,8 @@ def read_texts(data: Sequence[str]) -> tuple[list[list[str]], str]:
 def make_tokenizer(
     kind: TokenizerKind, data: Sequence[str], vocab_size: int, split: str, vocab_file: Path | None, lower_case: bool
 ) -> Tokenizer:
-    """Tokenizer that the options ask for; WordPiece without a vocabulary file is trained on the training split.
-    `random` data is token ids already. Raises UserError if it cannot be made or has more tokens than `vocab_size`."""
+    """Make the tokenizer that the options name. WordPiece without a vocabulary file is trained on the training split;
+    `random` data has token ids already. Raises UserError if it cannot be made or has more tokens than `vocab_size`."""
     tokenizer: Tokenizer = ByteTokenizer()
     if list(data) == ["random"]:
         tokenizer = IdTokenizer(vocab_size)

@@ -1,5 +1,5 @@
 """Corpora (streams of token ids), documents of sentences, and batches. The global batch is a pure function of (seed,
-step), and each rank takes its rows of it, so a run sees the same tokens when it is resumed, on any number of ranks."""
+step), and each rank takes its rows of it. So a run that is resumed, on any number of ranks, sees the same tokens."""
 
 import os
 import sysconfig
@@ -17,15 +17,15 @@ from torch import Tensor
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular
 
-IGNORED = -100  # a target that is not predicted, as torch's cross entropy has it
-STDLIB_CAP = 8_000_000  # bytes: hours of training on a laptop, and loaded in a second
-DEFAULT_SPLIT = "949,50,1"  # of documents, by weights
+IGNORED = -100  # a target that is not predicted; the default of torch's cross entropy
+STDLIB_CAP = 8_000_000  # bytes: enough for hours of training on a laptop, and loaded in a second
+DEFAULT_SPLIT = "949,50,1"  # weights of training, validation and test documents
 
 
 class Batch(NamedTuple):
     """Rows of a global batch: tokens and targets (batch seq), int64; some targets may be IGNORED. rows (batch,) are
     their indices in the global batch. For BERT also token_types (batch seq), the segment; padding_mask (batch seq),
-    True at real tokens; and pair_labels (batch,). Of packed documents positions (batch seq), each document's from 0."""
+    True at real tokens; and pair_labels (batch,). For packed documents positions (batch seq), from 0 in each one."""
 
     tokens: Tensor
     targets: Tensor | None = None
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
         return Batch(self.tokens.to(device), *(None if t is None else t.to(device) for t in self[1:]))
 
     def split(self, size: int) -> "list[Batch]":
-        """Microbatches of `size` rows, in order."""
+        """Split into microbatches of `size` rows, in order."""
         count = -(-len(self.tokens) // size)
         parts = ((None,) * count if t is None else t.split(size) for t in self)
         return [Batch(*each) for each in zip(*parts, strict=True)]
@@ -54,22 +54,22 @@ def count_targets(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream of token ids (tokens,) with its name, of text (bytes) unless drawn at random."""
+    """A stream of token ids (tokens,) and its name: bytes of a text, or random ids."""
 
     tokens: np.ndarray
     name: str
     is_text: bool = True
 
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
-        """(training, validation): the last `fraction` of the stream is kept for validation."""
+        """Split into (training, validation): the last `fraction` of the stream is for validation."""
         cut = len(self.tokens) - round(fraction * len(self.tokens))
         training = replace(self, tokens=self.tokens[:cut], name=f"{self.name}, training")
         return training, replace(self, tokens=self.tokens[cut:], name=f"{self.name}, validation")
 
 
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
-    """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes. Every
-    machine has it; it differs between Python versions. Raises UserError for a Python that is installed without it."""
+    """Read the source of Python's standard library, without its tests, in the order of paths, at most `cap` bytes. It
+    differs between Python versions. Raises UserError for a Python that is installed without it."""
     root, paths, raw = Path(sysconfig.get_path("stdlib")), [], bytearray()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):
@@ -84,7 +84,7 @@ def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of a text file. Raises UserError for one that is missing, unreadable or not UTF-8 text."""
+    """Read the bytes of a text file. Raises UserError for one that is missing, unreadable or not UTF-8 text."""
     try:
         raw = regular(path).read_bytes()
         raw.decode()
@@ -96,7 +96,7 @@ def read_text(path: Path) -> bytes:
 
 
 def file_corpus(paths: Sequence[Path]) -> Corpus:
-    """The user's text files, read and joined in the order given. Raises UserError for one that is empty or no text."""
+    """Read and join the user's text files, in the given order. Raises UserError for one that is empty or no text."""
     pieces = [read_text(path) for path in paths]
     for path, raw in zip(paths, pieces, strict=True):
         if not raw or b"\0" in raw:
@@ -106,14 +106,14 @@ def file_corpus(paths: Sequence[Path]) -> Corpus:
 
 
 def random_corpus(vocab_size: int, seed: int = 0, length: int = 4_000_000) -> Corpus:
-    """Uniform random tokens, for benchmarks: no model's loss on them is below log(vocab_size) nats."""
+    """Draw uniform random tokens, for benchmarks: no model can reach a loss below log(vocab_size) nats on them."""
     tokens = np.random.default_rng(seed).integers(vocab_size, size=length, dtype=np.int32)
     return Corpus(tokens, f"random tokens below {vocab_size}", is_text=False)
 
 
 def load_corpus(data: Sequence[str], vocab_size: int, context: int) -> Corpus:
-    """Corpus that `--data` names: files, `random`, or by default the standard library. Raises UserError for text that
-    the vocabulary cannot hold or that is shorter than one context and its target."""
+    """Load the corpus that `--data` names: files, `random`, or by default the standard library. Raises UserError if the
+    vocabulary is too small for bytes, or if the text is shorter than one context and its last target."""
     if list(data) == ["random"]:
         return random_corpus(vocab_size)
     if vocab_size < 256:
@@ -131,7 +131,7 @@ def check_length(corpus: Corpus, context: int) -> None:
 
 
 def rank_rows(batch: int, rank: int, world_size: int) -> range:
-    """A rank's rows of a global batch. Raises UserError if the batch does not divide over the ranks."""
+    """Range of a rank's rows in a global batch. Raises UserError if the batch does not divide over the ranks."""
     assert 0 <= rank < world_size
     if batch % world_size:
         raise UserError(f"a global batch of {batch} does not divide over {world_size} ranks")
@@ -141,7 +141,7 @@ def rank_rows(batch: int, rank: int, world_size: int) -> range:
 def lm_batch(
     corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """This rank's inputs and targets of one step, each (batch/world_size context): the target is the next token.
+    """Make this rank's inputs and targets of one step, each (batch/world_size context); targets are the next tokens.
     `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks."""
     window = corpus.tokens[_places(corpus, step, seed, batch, context, rank, world_size)].astype(np.int64)
     return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
@@ -150,20 +150,20 @@ def lm_batch(
 def _places(
     corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
 ) -> np.ndarray:
-    """Places in the stream of a rank's rows of one step, with the token after each row: (rows context+1)."""
+    """Places in the stream (rows context+1) of a rank's rows of one step, and of the token after each row."""
     starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
     return starts[rank_rows(batch, rank, world_size)][:, None] + np.arange(context + 1)
 
 
 def document_starts(corpus: Corpus) -> np.ndarray:
-    """True at every document's first token (tokens,): in text the first line after one or more blank lines, which may
-    have spaces; about one in 256 of random tokens."""
+    """Find where documents begin, (tokens,): True at the first token. In a text a document begins after one or more
+    blank lines, which may have spaces; of random tokens about one in 256 begins a document."""
     tokens = corpus.tokens
     if not corpus.is_text:
         return np.random.default_rng(0).random(len(tokens)) < 1 / 256
     end, place = tokens == ord("\n"), np.arange(len(tokens), dtype=np.int32)
     said, lines = ~np.isin(tokens, list(b"\n\r \t")), np.cumsum(end, dtype=np.int32)
-    before = np.maximum.accumulate(np.where(said, place, -1))[:-1]  # the last token that is no white space
+    before = np.maximum.accumulate(np.where(said, place, -1))[:-1]  # the last token before it that is no white space
     first = said[1:] & (before >= 0) & (lines[1:] - lines[before] >= 2)
     line = np.maximum.accumulate(np.where(end, place, -1)) + 1  # where each token's line begins
     starts = np.zeros(len(tokens), dtype=bool)
@@ -172,9 +172,9 @@ def document_starts(corpus: Corpus) -> np.ndarray:
 
 
 def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens and targets of `lm_batch`, by its arguments after the corpus, as rows of packed documents, and each
-    token's position in its document, (batch/world_size context). A document's last token has no target: IGNORED. One
-    that begins before the row, or ends after it, is cut, as in Llama 3's training (arXiv:2407.21783, section 3.2)."""
+    """Make the tokens and targets of `lm_batch`, with its arguments after the corpus, as rows of packed documents, and
+    each token's position in its document, all (batch/world_size context). The target of a document's last token is
+    IGNORED. A row may cut its first and last document, as in Llama 3's training (arXiv:2407.21783, section 3.2)."""
     tokens, targets = lm_batch(corpus, *which)
     begins = torch.from_numpy(starts[_places(corpus, *which)])
     place = torch.arange(tokens.shape[1])
@@ -184,9 +184,9 @@ def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Documents:
-    """Sentence s is tokens[sentences[s] : sentences[s + 1]]; document d has sentences documents[d] to documents[d + 1].
-    tokens (tokens,), sentences (count + 1,) and documents (count + 1,). Splits share tokens and sentences, so
-    `documents` need not begin at 0."""
+    """Documents of sentences. Sentence s is tokens[sentences[s] : sentences[s + 1]]; document d has the sentences from
+    documents[d] to documents[d + 1] - 1. Shapes: tokens (tokens,), sentences (count + 1,), documents (count + 1,).
+    Splits share tokens and sentences, so `documents` need not begin at 0."""
 
     tokens: np.ndarray
     sentences: np.ndarray
@@ -197,7 +197,7 @@ class Documents:
         return len(self.documents) - 1
 
     def split(self, weights: str = DEFAULT_SPLIT) -> "list[Documents]":
-        """Split whole documents in their order: training, validation, and test after it."""
+        """Split into training, validation and test, by whole documents in their order."""
         names, parts = ("training", "validation", "test"), []
         for part, (start, end) in zip(names, pairwise(split_points(weights, len(self))), strict=True):
             name = f"{self.name}, {part} ({end - start} of {len(self)} documents, split {weights})"
@@ -206,9 +206,9 @@ class Documents:
 
 
 def split_points(weights: str, count: int) -> list[int]:
-    """Boundaries of the parts of `count` documents: [0, end of training, end of validation, count]. Each is the
-    cumulative weight's share of `count`, rounded. Weights left out are 0. Raises UserError unless they are one to three
-    numbers from 0 up, one of them positive."""
+    """Boundaries of the parts of `count` documents: [0, end of training, end of validation, count]. Each is `count`
+    times the cumulative share of the weights, rounded. Missing weights are 0. Raises UserError unless they are one to
+    three numbers from 0 up, one of them positive."""
     try:
         numbers = [float(weight) for weight in weights.split(",")]
     except ValueError:
@@ -222,7 +222,7 @@ def split_points(weights: str, count: int) -> list[int]:
 
 
 def text_documents(raw: bytes) -> list[list[str]]:
-    """Documents of a text: a line is a sentence, and blank lines separate documents."""
+    """Split a text into documents: a line is a sentence, and blank lines separate documents."""
     runs = groupby(raw.decode(errors="replace").split("\n"), lambda line: bool(line.strip()))
     return [[line.removesuffix("\r") for line in lines] for is_text, lines in runs if is_text]
 
@@ -240,7 +240,7 @@ def encode_documents(documents: Sequence[Sequence[str]], encode: Callable[[str],
 
 
 def random_documents(tokens: np.ndarray, seed: int, name: str) -> Documents:
-    """A stream of tokens cut into sentences of 8 to 63 tokens and documents of 2 to 31 sentences, for benchmarks."""
+    """Cut a stream of tokens into sentences of 8 to 63 tokens and documents of 2 to 31 sentences, for benchmarks."""
     rng = np.random.default_rng(seed)
     ends = rng.integers(8, 64, size=len(tokens) // 8 + 1).cumsum()
     sentences = np.concatenate(([0], ends[ends <= len(tokens)]))

@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, WordPiece, and data that is token ids already.
+"""Tokenizers: bytes, WordPiece, and data that consists of token ids.
 
-A tokenizer also groups tokens into words, since BERT masks whole words, and has a JSON form, by which one rank
+A tokenizer also groups tokens into words, since BERT masks whole words. It can be written as JSON, so that one rank
 trains it and sends it to the others.
 """
 
@@ -24,10 +24,10 @@ from cs336_systems.data.corpus import read_text
 from cs336_systems.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-SMALLEST_VOCABULARY = 64  # below it WordPiece has no room for the letters
+SMALLEST_VOCABULARY = 64  # a smaller one has no room for the letters
 LARGEST_ALPHABET = 1000  # characters; a word with a rarer one is [UNK], as in BERT's own vocabularies
-TRAINING_CHARACTERS = 4_000_000  # of text: a second's work, and no piece worth having is rarer
-LONGEST_WORD = 100  # characters; a longer word is [UNK], which bounds the search for its pieces
+TRAINING_CHARACTERS = 4_000_000  # characters of text, which take a second; useful pieces all occur in them
+LONGEST_WORD = 100  # characters; a longer word is [UNK], which limits the time to split a word
 CACHED_WORDS = 1 << 16
 CONTINUES = "##"
 # BERT's pre-tokenizer on printable ASCII: each punctuation mark alone, spaces between words.
@@ -35,10 +35,10 @@ ASCII_WORD = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 ]")
 
 
 class Tokenizer:
-    """Token ids below `vocab_size`; four are special, `pad`, `cls`, `sep` and `mask`, and never in encoded text.
+    """Token ids below `vocab_size`. Four are special, and never in encoded text: `pad`, `cls`, `sep` and `mask`.
     `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue a word."""
 
-    arguments: tuple[Any, ...] = ()  # of the constructor, for `to_json`
+    arguments: tuple[Any, ...] = ()  # the constructor's arguments, for `to_json`
 
     def __init__(self, special_ids: tuple[int, int, int, int], outside: np.ndarray, joins: np.ndarray) -> None:
         self.vocab_size, self.special_ids = len(outside), special_ids
@@ -47,11 +47,11 @@ class Tokenizer:
         self._outside[list(special_ids)] = True
 
     def encode(self, sentence: str) -> list[int]:
-        """The token ids of a sentence, none of them special."""
-        raise NotImplementedError  # data that is token ids already has no sentences
+        """Convert a sentence to token ids, none of them special."""
+        raise NotImplementedError  # data that consists of token ids has no sentences
 
     def to_json(self) -> str:
-        """The whole tokenizer as text, for `tokenizer_from_json`."""
+        """Write the whole tokenizer as text, for `tokenizer_from_json`."""
         return json.dumps((type(self).__name__, *self.arguments), allow_nan=False)
 
     def words(self, tokens: np.ndarray) -> np.ndarray:
@@ -63,7 +63,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, then PAD, CLS, SEP and MASK. A word is a run of bytes other than white space."""
+    """Tokens are the 256 bytes, then PAD, CLS, SEP and MASK. A word is a run of bytes other than white space."""
 
     def __init__(self) -> None:
         space = np.zeros(260, bool)
@@ -75,7 +75,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class IdTokenizer(Tokenizer):
-    """Identity for data that is token ids already: each is a word, and the last four of the vocabulary are special.
+    """Tokenizer for data that consists of token ids: each is a word, and the last four of the vocabulary are special.
     Raises UserError for a vocabulary of special tokens only."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -87,9 +87,9 @@ class IdTokenizer(Tokenizer):
 
 
 class WordPieceTokenizer(Tokenizer):
-    """WordPiece as in BERT (arXiv:1810.04805, section 3; arXiv:1609.08144, section 4.1): words are cut greedily into
+    """WordPiece as in BERT (arXiv:1810.04805, section 3; arXiv:1609.08144, section 4.1): words are split greedily into
     the longest pieces of the vocabulary, and `##` marks a piece that is not the first of its word. `pieces` are in the
-    order of their ids. A word that cannot be cut is [UNK]. Lower-casing also strips accents. Raises UserError for a
+    order of their ids. A word that cannot be split is [UNK]. Lower-casing also strips accents. Raises UserError for a
     repeated piece or a missing special token."""
 
     def __init__(self, pieces: Sequence[str], lower_case: bool, name: str = "the vocabulary") -> None:
@@ -105,15 +105,15 @@ class WordPieceTokenizer(Tokenizer):
         self.pieces, self.lower_case = list(pieces), lower_case
         self.arguments = (self.pieces, lower_case)
         model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
-        # The library spends most of its time on offsets, which are not needed here, and text repeats its words.
+        # Cached by word: the library spends most of its time on offsets, which are not needed here, and words repeat.
         self._encode_word = lru_cache(CACHED_WORDS)(lambda word: [token.id for token in model.tokenize(word)])
 
     @classmethod
     def train(cls, sentences: Sequence[str], vocab_size: int, lower_case: bool) -> "WordPieceTokenizer":
-        """Learn at most `vocab_size` pieces from the sentences, evenly thinned to TRAINING_CHARACTERS. The same
-        sentences give the same pieces in every process: the library's trainer numbers continuing letters such as `##a`
-        in the order of a randomly seeded hash map, and breaks ties by those numbers, so they are given to it in order,
-        as if special. Raises UserError for a vocabulary that is too small."""
+        """Learn at most `vocab_size` pieces from every k-th sentence, TRAINING_CHARACTERS in total. The same sentences
+        give the same pieces in every process. By itself the library's trainer would number continuing letters such as
+        `##a` in the order of a randomly seeded hash map, and break ties by these numbers, so it gets them in order, as
+        special tokens. Raises UserError for a vocabulary that is too small."""
         if vocab_size < SMALLEST_VOCABULARY:
             least = f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least"
             raise UserError(f"{least}, not {vocab_size}; use bytes")
@@ -158,6 +158,6 @@ def split_words(sentence: str, lower_case: bool) -> list[str]:
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote."""
+    """Make the tokenizer that `to_json` wrote."""
     kind, *arguments = json.loads(text)
     return {each.__name__: each for each in Tokenizer.__subclasses__()}[kind](*arguments)

@@ -24,15 +24,15 @@ from cs336_systems.host.narrow import fitting
 from cs336_systems.host.text import printable
 
 PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
-PLAIN_SECONDS = 5.0  # between two lines of progress there
+PLAIN_SECONDS = 5.0  # seconds between two lines of progress there
 PATIENCE = click.FloatRange(0, 1e6, min_open=True)  # seconds to wait; clocks count milliseconds in 32 bits
 
 
 class LiteralConsole(Console):
-    """A console of rich on which text is text: square brackets are no markup, and control characters are shown. Tables
-    are not cut, and a bar of progress makes room for what is printed."""
+    """Console of rich that prints text literally: square brackets are no markup, and control characters are escaped.
+    Tables are not cut, and a progress bar disappears while something is printed."""
 
-    bars: ClassVar[list[Progress]] = []  # that of this process, if it shows one
+    bars: ClassVar[list[Progress]] = []  # the progress bar of this process, if it shows one
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **settings)
@@ -47,11 +47,11 @@ class LiteralConsole(Console):
             bar.start()
 
     def on_broken_pipe(self) -> None:
-        """See rich, which would end the process: `run_command` does, and a rank tells the process that started it."""
+        """Raise, where rich would end the process: `run_command` ends it, or a rank reports to its parent process."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See rich; whatever is printed passes here."""
+        """See rich; all output passes here."""
         if isinstance(renderable, Table) and renderable.columns and renderable.show_header:
             renderable = fitting(renderable, self, options or self.options)
         for text, style, control in super().render(renderable, options):
@@ -59,15 +59,15 @@ class LiteralConsole(Console):
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:
-    """Where to print: tables and results on stdout, progress and notes on stderr; `quiet` prints nothing."""
+    """Make a console: stdout for tables and results, stderr for progress and notes; if `quiet`, it prints nothing."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return LiteralConsole(stderr=stderr, width=None if terminal else PLAIN_WIDTH, quiet=quiet)
 
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
-    that it is about; control characters in them are shown, and what the terminal or pipe cannot encode as Python writes
-    it. Returns the exit status: 0, 2, 130 for ^C, or 1 without a word if nobody reads stdout any more (`| head`)."""
+    """Run a command line. A user's error becomes one line on stderr, and so does a warning, without its line of code.
+    Control characters in them, and those that the terminal or pipe cannot encode, are escaped as in Python. Returns the
+    exit status: 0, 2, 130 for ^C, or 1 without a message if nobody reads stdout any more (`| head`)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -79,10 +79,10 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     except (click.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # click handles those that come inside of the command
+    except BrokenPipeError:  # click handles those inside the command
         if not is_unread():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python may flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
         return 1
     except (click.ClickException, UserError) as error:
         usage = " ".join(error.format_message().split()) if isinstance(error, click.ClickException) else None
@@ -96,7 +96,7 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
 def is_unread() -> bool:
     """True if the output is a pipe that nobody reads any more."""
     look = select.poll()
-    with suppress(OSError, ValueError):  # a test's output has no number
+    with suppress(OSError, ValueError):  # the output of a test may have no descriptor
         look.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in look.poll(0))
 
@@ -107,13 +107,13 @@ def os_errors(doing: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread():  # of the output, not of what is done here
+        if isinstance(error, BrokenPipeError) and is_unread():  # raised by output, not by the block's files
             raise
         raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> `1.5 KiB`: the binary units that memory is sold in."""
+    """Format 1536 as `1.5 KiB`: binary units, as for memory."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -122,7 +122,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float, billion: str = "G") -> str:
-    """92700000 -> `92.7 M`; parameters are counted in `B`, everything else in `G`."""
+    """Format 92700000 as `92.7 M`; billions are `B` for parameters, else `G`."""
     for unit in ("", " k", " M", f" {billion}", " T"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -131,7 +131,7 @@ def format_count(count: float, billion: str = "G") -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0012 -> `1.2 ms`, 75 -> `1 min 15 s`."""
+    """Format 0.0012 as `1.2 ms`, 75 as `1 min 15 s`."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:
@@ -146,7 +146,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class _TimeLeft:
-    """Text of the time left of some equal steps: the expected duration until the first steps tell the real one."""
+    """Text of the time left for equal steps: estimated first, later from the duration of the steps taken."""
 
     def __init__(self, steps: int, expected_seconds: float) -> None:
         self.steps, self.done, self.seconds, self.start = steps, 0, expected_seconds, time.monotonic()
@@ -163,8 +163,8 @@ class _TimeLeft:
 def progress(
     label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False, done: int = 0
 ) -> Iterator[Callable[[str], None]]:
-    """A bar with the time left; in a file or a pipe a line every few seconds. Yields `advance(note)`, to be called
-    after each of `total` steps of which some may be `done`; the seconds are those of the rest."""
+    """Show a progress bar with the time left; in a file or a pipe, a line every few seconds. Yields `advance(note)`, to
+    call after each of `total` steps. Some may be `done` already; `expected_seconds` is the time for the rest."""
     left, out = _TimeLeft(total - done, expected_seconds), console(stderr=True)
     words, notes = (TextColumn(name, markup=False) for name in ("{task.description}", "{task.fields[note]}"))
     time_left = TextColumn("{task.fields[left]}", style="cyan", markup=False)
@@ -191,32 +191,32 @@ def progress(
 
 
 def flag(name: str) -> str:
-    """The option of a name: `micro_batch_size` -> `--micro-batch-size`."""
+    """Convert a name to its option: `micro_batch_size` to `--micro-batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def setting(default: Any, help: str, type: Any = None, **option: Any) -> Any:
-    """Define a dataclass field that `options` turns into an option of the command line. `type` is click's, where the
-    annotation does not say enough; `also` are other names, `off` the opposite of a flag. The rest goes to click."""
+    """Define a dataclass field that `options` turns into an option of the command line. `type` is click's type, if the
+    annotation is not enough; `also` are other names, `off` the opposite of a flag. The rest goes to click."""
     return field(default=default, metadata={"option": {"help": help, **({"type": type} if type else {}), **option}})
 
 
 def finite(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """The value of an option, unless it is inf or NaN, which click takes for numbers in range."""
+    """Return an option's value. Raises click.BadParameter for inf and NaN, which click takes for numbers in range."""
     if isinstance(value, float) and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number.", context, option)
     return value
 
 
 def options(*settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a click command one option for each `setting` of dataclasses, typed by its annotation: a
+    """Decorator that gives a click command one option for each `setting` of dataclasses, typed by its annotation: a
     bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         hints = {name: hint for kind in settings for name, hint in get_type_hints(kind).items()}
         listed = [each for kind in settings for each in fields(kind) if "option" in each.metadata]
         own = {name for kind in settings for name in kind.__annotations__}
-        listed.sort(key=lambda each: each.name not in own)  # what is inherited comes last
+        listed.sort(key=lambda each: each.name not in own)  # inherited fields come last
         for each in reversed(listed):
             hint = hints[each.name]
             if type(None) in get_args(hint):

@@ -1,7 +1,7 @@
-"""Load by other processes: a line about times that are not to be quoted, and how this process's threads wait.
+"""Load by other processes: a warning that times are unreliable, and a choice of how this process's threads wait.
 
-Threads of OpenMP that wait for each other spin, which takes a core from whoever computes. That is fastest on a quiet
-machine; beside one other busy process a step takes several times as long as if they slept.
+OpenMP's threads wait for each other by polling, which occupies a core. That is fastest on a quiet machine. Beside one
+other busy process a step then takes several times as long as with threads that sleep.
 """
 
 import os
@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 SAMPLE = 0.1  # seconds
-SHARE = 0.1  # of this process's cores: what others may use, and half a core at least
+SHARE = 0.1  # share of this process's cores that others may use; at least half a core
 
 
 def _ticks() -> dict[int, tuple[int, int]]:
-    """(busy, all) ticks of each core that this process may use since the machine started; none but on Linux."""
+    """Ticks (busy, all) since the machine's start, of each core that this process may use; empty except on Linux."""
     try:
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
         allowed = os.sched_getaffinity(0)
@@ -26,7 +26,7 @@ def _ticks() -> dict[int, tuple[int, int]]:
 
 
 def measure() -> float:
-    """Cores that others use while this process sleeps for a moment; 0 where nobody counts."""
+    """Number of cores that others use while this process sleeps for a moment; 0 if unknown."""
     before = _ticks()
     time.sleep(SAMPLE)
     after = _ticks()
@@ -34,11 +34,11 @@ def measure() -> float:
     return sum(busy / total for busy, total in gone if total > 0)
 
 
-used_by_others = cache(measure)  # when it was first asked
+used_by_others = cache(measure)  # measured at the first call
 
 
 def busy() -> str:
-    """The line that says that times taken now are not to be quoted; empty on a quiet machine."""
+    """Warning that times measured now must not be quoted; empty on a quiet machine."""
     used, cores = used_by_others(), len(_ticks())
     if used < max(0.5, SHARE * cores):
         return ""
@@ -46,14 +46,14 @@ def busy() -> str:
 
 
 def note_if_busy() -> None:
-    """Say on stderr that the machine is busy, in one line, and how threads wait."""
+    """Print a line on stderr if the machine is busy, with how threads wait."""
     if words := busy():
         asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         print(f"note: {words}{'; threads sleep while they wait' if asleep else ''}", file=sys.stderr)
 
 
 def wait_asleep() -> None:
-    """On a busy machine, have the threads of OpenMP sleep while they wait, unless the user has chosen. It counts only
+    """Make OpenMP's threads sleep while they wait if the machine is busy and the user has not chosen. This works only
     before torch is imported."""
     if "torch" not in sys.modules and busy():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""This computer's device and memory, and the stamp of both that every log and record carries."""
+"""This computer's device and memory, and the stamp of hardware and software in every log and record."""
 
 import ctypes
 import gc
@@ -25,7 +25,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the device, such as `NVIDIA H200` or `AMD EPYC`."""
+    """Name of the device by its maker, such as `NVIDIA H200` or `AMD EPYC`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = " ".join(_fields("/proc/cpuinfo").get("model name", "").split())
@@ -33,12 +33,12 @@ def device_name(device: torch.device) -> str:
 
 
 def allowed_cores() -> int:
-    """CPU cores that this process, and what it starts, may use."""
+    """Number of CPU cores that this process and its children may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fields(path: str) -> dict[str, str]:
-    """Fields of a file of lines `name: value`; none where there is no such file, as on other systems than Linux."""
+    """Fields of a file with lines `name: value`; empty without such a file, as on other systems than Linux."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -47,7 +47,7 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that a program started now could use: free GPU memory, or what is left to this container."""
+    """Bytes that a program started now could use: free memory of the GPU, or of this container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not (meminfo := _fields("/proc/meminfo")):  # not Linux: half of the installed memory is a fair guess
@@ -62,12 +62,12 @@ def available_memory(device: torch.device) -> int:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """True if torch ran out of memory, which only a GPU's allocator says by the type of its error."""
+    """True if torch ran out of memory. Only a GPU's allocator has an error type for this."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-# Tensors can fill only a part of what is available: a CPU process grows holes (freed activations that the C allocator
-# cannot give back; up to 1.5 x was measured), a GPU's caching allocator fewer.
+# Tensors can fill only a part of the available memory, because of fragmentation: the C allocator cannot give back all
+# freed activations (up to 1.5 x was measured); a GPU's caching allocator loses less.
 USABLE = {"cpu": 1 / 1.5, "cuda": 0.95}
 
 
@@ -77,12 +77,12 @@ def usable_memory(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Peak memory since `reset`, in bytes; on a CPU the resident set above that at construction, or None where a
-    process cannot reset its peak (other systems than Linux)."""
+    """Peak memory since `reset`, in bytes. On a CPU it is the resident set above that at construction, or None on
+    systems other than Linux, where a process cannot reset its peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # What the allocator holds for reuse would otherwise be counted as there already, and not as used again.
+        # Otherwise free memory that the allocator keeps would count in the base, and its reuse would not be seen.
         gc.collect()
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)

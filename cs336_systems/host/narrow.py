@@ -1,7 +1,7 @@
-"""Tables on narrow terminals: nothing is cut; a table that does not fit is turned, or written row by row.
+"""Tables on narrow terminals: no text is cut; a table that does not fit is transposed, or written row by row.
 
 as it is       with words wrapped, but neither words nor numbers cut
-turned         a column for each row, if there are few
+transposed     a column for each row, if there are few
 row by row     one line for each cell: its column's head, and the cell
 """
 
@@ -13,16 +13,16 @@ from rich.table import Table
 
 
 def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
-    """The table, or one of the same cells that fits into the options' width."""
+    """Return the table, or one with the same cells that fits into the options' width."""
     texts = _texts(table)
     if any(not isinstance(text, str) for row in texts for text in row):
-        return table  # tables in tables are laid out by whoever made them
+        return table  # tables in tables are left as they are
     endless = options.update(width=10_000, max_width=10_000)
     for form in (table, _turned(table, texts)):
         for column in form.columns:
             breaks = column.justify == "left" and not column.no_wrap
             head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
-            # Heads may break between words, numbers not.
+            # Heads may be wrapped between words, numbers not.
             column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
         if Measurement.get(console, endless, form).minimum <= options.max_width:
             return form
@@ -30,13 +30,13 @@ def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
 
 
 def _texts(table: Table) -> list[list[Any]]:
-    """The heads, and then the cells of each row."""
+    """Heads, then the cells of each row."""
     columns = ((column.header, *column.cells) for column in table.columns)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _like(table: Table, head: bool) -> Table:
-    """An empty table with the same words above and below."""
+    """Make an empty table with the same title and caption."""
     found = Table(title=table.title, caption=table.caption, show_header=head, title_justify="left")
     found.title_style, found.caption_style, found.caption_justify = table.title_style, table.caption_style, "left"
     return found

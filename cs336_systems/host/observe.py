@@ -1,10 +1,10 @@
 """Counts of a program as it runs: FLOPs, operators, traffic, memory kept for backward, new and peak memory.
 
 An `Observer` sees each operator that torch's dispatcher starts below autograd, on real tensors, on the meta device, or
-on fake ones, which have shapes and a device but no numbers (`cost/observed.py`). Fake tensors take the path of their
-device, through autocast and torch's fused attention; plain meta tensors know neither. Fake experts get rows as from a
-balanced router. Memory inside a fused kernel is not seen, such as the logits of one chunk of tokens in the fused cross
-entropy. Collectives are not counted: see `comm.record`.
+on fake ones, which have shapes and a device but no numbers (`cost/observed.py`). Fake tensors behave as on their
+device, with autocast and torch's fused attention; plain meta tensors have neither. With fake tensors the router is
+assumed to be balanced. Memory inside a fused kernel is not seen, such as the logits of one chunk of tokens in the fused
+cross entropy. Collectives are not counted: see `comm.record`.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-# Operators that touch no number, besides views.
+# Operators that read and write no elements, besides views.
 FREE = {aten._unsafe_view, aten.detach, aten.promote_types, aten.empty_like, aten.empty, aten.new_empty}
 FREE |= {aten.empty_strided, aten.new_empty_strided, aten.lift_fresh, aten._local_scalar_dense}
 # Operators that read as much of their first input as they write, not all of it.
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-UNALIKE = {aten.set_, aten.resize_}  # they change what their tensor is
+UNALIKE = {aten.set_, aten.resize_}  # they change the storage or size of their tensor
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-# Formulas of FLOPs that torch's counter does not have, by name; the causal mask saves nothing there, nor here.
+# FLOP formulas of operators that torch's counter lacks, by name. Like torch's, they subtract nothing for a causal mask.
 FORMULAS: dict[str, Callable[..., int]] = {
     # Each expert with its rows, a (rows in) b (experts in out), or the weights' gradient, a (in rows) b (rows out).
     "aten._grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2:].numel() * b.shape[-1],
@@ -51,10 +51,10 @@ for _name in ("aten._scaled_dot_product_flash_attention_for_cpu", "cs336_kernels
 class Counts:
     """Counts of one phase."""
 
-    # How many operators that touch numbers were started with so many (FLOPs, bytes read and written).
+    # Number of operators by their (FLOPs, bytes read and written); only operators that access elements.
     work: Counter[tuple[int, int]] = field(default_factory=Counter)
-    made: Counter[int] = field(default_factory=Counter)  # how many new storages of so many bytes
-    peak: dict[str, int] = field(default_factory=dict)  # bytes of live storages by kind at the fullest moment
+    made: Counter[int] = field(default_factory=Counter)  # number of new storages by their size in bytes
+    peak: dict[str, int] = field(default_factory=dict)  # bytes of live storages by kind when most are in use
 
     @property
     def flops(self) -> int:
@@ -66,16 +66,16 @@ class Counts:
         return sum(size * count for size, count in self.made.items() if size >= least)
 
 
-# By operator and kinds of arguments: the kinds of new tensors, or () if the result is the first argument, changed in
-# place, or None where torch must be asked.
+# By operator and kinds of arguments: the kinds of new tensors; or () if the result is the first argument, changed in
+# place; or None if torch must compute the result.
 _known: dict[Any, Any] = {None: None}
 
 
 def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
-    """An operator's result; on meta and fake tensors torch computes it once for each kind of arguments.
+    """Run an operator; on meta and fake tensors torch runs it only once for each kind of arguments.
 
-    Torch finds a result's shape by decompositions in Python, which take 0.1 ms an operator and more. Results of
-    the same operator with tensors of the same sizes, strides and dtypes are alike; looking one up takes a fifth.
+    torch finds a result's shape by decompositions in Python, which take 0.1 ms an operator and more. An operator's
+    results for arguments of the same sizes, strides and dtypes are alike; looking one up takes a fifth of the time.
     """
     key: Any = None
     if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
@@ -99,7 +99,7 @@ def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def kind_of(value: Any) -> Any:
-    """Key of a result. Raises TypeError for a tensor with numbers and for what is neither one nor constant."""
+    """Key of an argument. Raises TypeError for a tensor with numbers, and for a value that is no tensor or constant."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         return value.shape, value.stride(), value.dtype, value.fake_device
@@ -113,7 +113,7 @@ def kind_of(value: Any) -> Any:
 
 
 def result_kinds(result: Any, args: Any, kwargs: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The entry of a result in `_known`, from the kinds that the arguments had before."""
+    """Entry of a result in `_known`, from the kinds that the arguments had before."""
     if args and result is args[0]:
         return () if kind_of(result) == kinds[0] else None
     used = {each.untyped_storage()._cdata for each in tensors(*args, *kwargs.values())}
@@ -127,15 +127,15 @@ def result_kinds(result: Any, args: Any, kwargs: Any, kinds: tuple[Any, ...]) ->
 
 
 def tensors(*values: Any) -> list[Tensor]:
-    """The tensors in arguments or results, also in lists of them; quicker than torch's own trees."""
+    """List the tensors in arguments or results, also those in lists; faster than torch's pytrees."""
     lists = (tensors(*value) if isinstance(value, (tuple, list)) else [value] for value in values)
     return [each for found in lists for each in found if isinstance(each, Tensor)]
 
 
 def without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Tensor | None:
-    """The result of an operator that torch cannot run on a fake tensor, or None."""
+    """Result of an operator that torch cannot run on a fake tensor; None for other operators."""
     x = args[0]
-    if packet is aten.nonzero:  # how many depends on numbers
+    if packet is aten.nonzero:  # its number of rows depends on the elements
         found = x.numel() if rows is None else min(rows, x.numel())
         return torch.empty((found, x.dim()), dtype=torch.int64, device=x.fake_device)
     if packet is aten._grouped_mm and x.dtype != torch.bfloat16:
@@ -147,24 +147,24 @@ def without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Ten
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """A storage that lives, or has lived."""
+    """Size and kind of a storage that is live, or was."""
 
     nbytes: int = 0
     kind: str = "activations"
 
 
 class Observer(TorchDispatchMode):
-    """Counts what runs inside `with`, phase by phase. `held` names storages that exist before, by kind: parameters,
-    optimizer state. All others are "activations" until `label` gives them another kind, as gradients after backward."""
+    """Counts operators and memory inside `with`, phase by phase. `held` gives the kinds of tensors that exist before:
+    parameters, optimizer state. Others are "activations" until `label` changes it, for instance for gradients."""
 
     def __init__(self, **held: Iterable[Tensor]) -> None:
         super().__init__()
         self.phases: dict[str, Counts] = {}
         self.counts = Counts()
-        self.rows: int | None = None  # of fake numbers, how many at most are not zero
+        self.rows: int | None = None  # largest number of non-zero elements to assume in a fake tensor
         self._live: dict[int, Storage] = {}  # by address
         self._changes: list[tuple[Storage, int]] = []  # bytes of each when the phase began, and more since then
-        # By function that a node of autograd's graph keeps for backward, and lets go; the storage may live on, in a
+        # Keys are functions that autograd's graph keeps for backward and then drops; the storage may live longer, in a
         # transfer of another thread.
         self._saved: WeakKeyDictionary[Callable[[], Tensor], Storage] = WeakKeyDictionary()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved())
@@ -202,7 +202,7 @@ class Observer(TorchDispatchMode):
         self.counts = self.phases[name] = Counts()
 
     def peak(self) -> dict[str, int]:
-        """Bytes of live storages by kind at this phase's fullest moment so far."""
+        """Bytes of live storages by kind, at the moment of this phase when most were in use."""
         totals, found = list(accumulate((more for _, more in self._changes), initial=0)), Counter[str]()
         for storage, more in self._changes[: totals.index(max(totals))]:
             found[storage.kind] += more
@@ -218,7 +218,7 @@ class Observer(TorchDispatchMode):
         return sum(each.nbytes for each in set(self._saved.values()) if each.kind == kind)
 
     def storage(self, tensor: Tensor) -> Storage:
-        """The storage of a tensor, which is watched from now on."""
+        """Find the record of a tensor's storage, or begin to track the storage."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if (found := self._live.get(address)) is None:

@@ -1,4 +1,4 @@
-"""A table of text: the same cells on a terminal and in Markdown."""
+"""Tables of text, with the same cells on a terminal and in Markdown."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import rich.table
 from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.text import markdown_code, markdown_row, markdown_text
 
-# The formats of columns: times are in nanoseconds and shown in milliseconds.
+# Formats of columns: times are in nanoseconds and shown in milliseconds.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "ms": lambda time: f"{time / 1e6:,.3f}",
@@ -19,7 +19,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "%": "{:.2%}".format,
     "share": "{:.1%}".format,
     "count": lambda count: format_count(count) if count else "",
-    "speed": lambda flops: format_count(flops * 1e9) if flops else "",  # a second, of those in a nanosecond
+    "speed": lambda flops: format_count(flops * 1e9) if flops else "",  # FLOP per nanosecond, shown per second
     "bytes": format_bytes,
     "ratio": "{:.2f}".format,
     "ms or -": lambda time: "-" if time is None else f"{time / 1e6:.3f}",
@@ -42,10 +42,10 @@ class Table:
 
     @classmethod
     def of(cls, title: str, rows: Sequence[object], columns: str, note: str = "", names: bool = True) -> "Table":
-        """Table of objects, a row each, from `head: field format` for each column, separated by ";".
+        """Make a table with a row for each object; columns are `head: field format`, separated by ";".
 
         A field may lie in another (`inclusive.forward`) or be a quotient (`total/calls`); a column whose format ends in
-        ? is left out where it has only zeros.
+        ? is left out if it has only zeros.
         """
         heads, cells = list[str](), list[list[str]]()
         for column in columns.split(";"):
@@ -58,13 +58,13 @@ class Table:
         return cls(title, heads, list(zip(*cells, strict=True)), note, names)
 
     def numeric(self) -> list[bool]:
-        """For each column whether it has numbers only."""
+        """List, for each column, True if it has numbers only."""
         columns = [[row[i] for row in self.rows] for i in range(len(self.heads))]
         found = [any(column) and all(NUMBER.match(cell) for cell in column) for column in columns]
         return [False, *found[1:]] if self.names else found
 
     def markdown(self, level: int = 2) -> str:
-        """The table as a section of Markdown; its title is a heading of this level, or for 0 a line of text."""
+        """Write the table as a section of Markdown; its title is a heading of this level, or for 0 a line of text."""
         title = markdown_text(self.title)
         heading = f"{'#' * level} {title}" if level else f"{title}:"
         lines = [[*map(markdown_text, self.heads)], ["--:" if right else "---" for right in self.numeric()]]
@@ -75,7 +75,7 @@ class Table:
         return "\n\n".join(filter(None, (heading, rows, self.note))) + "\n"
 
     def table(self) -> rich.table.Table:
-        """The table for a terminal, with shorter names."""
+        """Make the table for a terminal, with shorter names."""
         table = rich.table.Table(title=self.title, caption=self.note or None, title_justify="left")
         table.title_style, table.caption_justify = "bold", "left"
         for head, right in zip(self.heads, self.numeric(), strict=True):
@@ -87,7 +87,7 @@ class Table:
 
 
 def cut(name: str, width: int) -> str:
-    """The name with its middle left out where it is longer than `width`: kernels differ at their ends."""
+    """Shorten a name to `width` by leaving out its middle, since kernels' names differ at their ends."""
     if len(name) <= width:
         return name
     head = (width - 1) * 2 // 3

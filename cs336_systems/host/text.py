@@ -1,8 +1,8 @@
-"""Foreign text: which files may be read, and text made harmless for its destination: a terminal, a plot, Markdown.
+"""Untrusted text: checks of files before reading, and escapes for each destination: a terminal, a plot, Markdown.
 
-Names of files, modules and traces, and errors' messages, may hold signs that are commands there. They pass through the
-function of their destination where they are written; for HTML and SVG that is `html.escape(printable(text))`, for JSON
-`json.dumps`, which escapes all that a terminal would obey.
+Names of files, modules and traces, and errors' messages, may hold characters that are commands there. Code that writes
+them calls the function of the destination; for HTML and SVG that is `html.escape(printable(text))`, for JSON
+`json.dumps`, which also escapes a terminal's control characters.
 """
 
 import errno
@@ -16,15 +16,15 @@ from unicodedata import category
 
 
 def regular(path: Path) -> Path:
-    """The path of a file that is about to be read. Raises OSError for a pipe or a device, which may never end."""
+    """Return the path of a file that will be read. Raises OSError for a pipe or a device, which may never end."""
     if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
         return path
     raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 def strict_json(text: str) -> Any:
-    """The value that a text of JSON stands for. Raises ValueError for what is none, also where Python would read it:
-    NaN and infinities, `1e999` among them, and lists nested too deeply to be written again."""
+    """Parse JSON. Raises ValueError for invalid text, and for some that Python would read: NaN and infinities, such as
+    `1e999`, and lists nested too deeply to be written again."""
     try:
         found = json.loads(text, parse_constant=_no_number)
         json.dumps(found, allow_nan=False)
@@ -38,20 +38,20 @@ def _no_number(name: str) -> float:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Text for one line of a terminal or a log: what would move the cursor, start a line, turn the writing direction
-    or fail to be encoded is shown as Python writes it, `\x1b`, unless it is in `keep`.
+    r"""Text for one line of a terminal or a log: characters that would move the cursor, start a line, change the
+    writing direction or fail to be encoded are escaped as in Python (`\x1b`), unless they are in `keep`.
 
     A terminal obeys escape sequences (CWE-150), and a log's reader takes a line break for a new entry (CWE-117).
     """
     if text.isprintable():
         return text
-    # "Zs": the other spaces, such as that which does not break.
+    # "Zs": other spaces, such as the no-break space.
     shown = (each in keep or each.isprintable() or category(each) == "Zs" for each in text)
     return "".join(each if plain else ascii(each)[1:-1] for each, plain in zip(text, shown, strict=True))
 
 
 def plot_text(text: str) -> str:
-    """Text for a label in matplotlib, which takes what stands between two dollar signs for a formula."""
+    """Text for a label in matplotlib, which takes text between two dollar signs for a formula."""
     return printable(text, keep="\n").replace("$", "\\$")
 
 
@@ -65,7 +65,7 @@ def markdown_text(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Text as code in a cell of a Markdown table, between more backticks than it has in a row."""
+    """Text as code in a cell of a Markdown table, between more backticks than it has consecutive ones."""
     text = printable(text).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""

@@ -20,8 +20,8 @@ from kernels.flash_attention import FlashAttention2
 
 
 class Places(NamedTuple):
-    """Where the tokens of a batch stand: (seq,) index in the row, None where this process has whole rows; (seq,) or
-    (batch seq) position in the document; and how long rows are."""
+    """Places of a batch's tokens: `row` (seq,) is the index in the row, None if this process has whole rows; `position`
+    (seq,) or (batch seq) is the index in the document; `length` is that of a whole row."""
 
     row: Tensor | None
     position: Tensor
@@ -34,14 +34,14 @@ class BlockInputs(NamedTuple):
     rotary: Tensor | None = None  # (2 ... seq head_dim/2), cosines and sines of the angles, in float32 at least
     bias: Tensor | None = None  # an `attention_bias`
     real: Tensor | None = None  # (batch seq), False at padding
-    key: Tensor | None = None  # random numbers by place in the run
-    visible: Visible | None = None  # of packed documents and split sequences
+    key: Tensor | None = None  # determines the random numbers, see dropout.py
+    visible: Visible | None = None  # in packed documents and split sequences: which tokens see which
     places: Places | None = None
 
 
 def find_places(batch: Batch, parts: PartsOf | None) -> Places:
-    """Places of a batch's tokens; `parts` gives those of a rank that has some of a sequence. Raises UserError for
-    positions of another shape than whole rows, and for rows that do not begin at position 0."""
+    """Find the places of a batch's tokens; `parts` gives those of a rank that has a part of each sequence. Raises
+    UserError for positions of another shape than whole rows, and for rows that do not begin at position 0."""
     length, device = batch.tokens.shape[1], batch.tokens.device
     mine, length = ((range(length),), length) if parts is None else parts(length)
     index = torch.cat([torch.arange(each.start, each.stop, device=device) for each in mine])
@@ -57,8 +57,8 @@ def find_places(batch: Batch, parts: PartsOf | None) -> Places:
 
 
 def angles(positions: Tensor, dim: int, base: float) -> Tensor:
-    """(... dim/2) of positions (...) times base^(-2i/dim), in float64: at position 8191 float32 has lost four
-    digits."""
+    """Angles (... dim/2): positions (...) times base^(-2i/dim). In float64, since float32 has lost four digits at
+    position 8191."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
     return positions.double()[..., None] / base**exponents
 
@@ -74,7 +74,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, like: Tensor) -> Tensor | None:
     """Bias of the scores, broadcastable to (batch heads seq seq): 0 at visible keys, else the lowest finite number
-    (minus infinity would turn a row without any visible key into NaN); None where every key is visible."""
+    (minus infinity would turn a row without any visible key into NaN); None if every key is visible."""
     lowest, bias = torch.finfo(like.dtype).min, None
     if config.causal:
         hidden = torch.ones(seq, seq, dtype=torch.bool, device=like.device).triu(1)
@@ -86,7 +86,7 @@ def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, l
 
 
 def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | None, places: Places) -> BlockInputs:
-    """Inputs that all blocks share, for a batch whose hidden states are like x in dtype and device."""
+    """Make the inputs that all blocks share, for a batch whose hidden states have the dtype and device of x."""
     mask, rotary, bias, visible = batch.padding_mask, None, None, None
     if config.attention == "flash" and mask is not None:
         raise UserError("attention flash knows no padding mask; use sdpa")
@@ -98,7 +98,7 @@ def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | Non
         if not config.causal or mask is not None:
             raise UserError("packed documents and split sequences are for causal attention without padding")
         visible = Visible(batch.positions)
-    elif config.attention == "naive" or mask is not None:  # fused attention knows causality by itself, and is faster so
+    elif config.attention == "naive" or mask is not None:  # fused attention is faster with is_causal than with a bias
         bias = attention_bias(config, batch.tokens.shape[1], mask, x)
     return BlockInputs(rotary, bias, mask, key, visible, places)
 
@@ -106,13 +106,13 @@ def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | Non
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same; `dropout` is
-    applied to the weights (batch heads query key)."""
+    """Compute softmax(q k^T / sqrt(head_dim) + bias) v with all scores in memory: (batch heads seq head_dim) -> the
+    same; `dropout` is applied to the weights (batch heads query key)."""
     scores = einsum(q, k, "batch heads query dim, batch heads key dim -> batch heads query key")
     scores = scores / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = scores + bias
-    # The sum of many small weights wants float32, whatever the precision of the products.
+    # The sum of many small weights needs float32, whatever the precision of the products.
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     weights = weights if dropout is None else dropout(weights)
     return einsum(weights, v, "batch heads query key, batch heads key dim -> batch heads query dim")
@@ -121,7 +121,7 @@ def naive_attention(
 class SelfAttention(nn.Module):
     """Multi-head self-attention of a layer, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
     Under tensor parallelism its weights have the rows of some heads only, of which the first is `first_head`.
-    `blockwise` attends in packed rows; context parallelism replaces it by attention across ranks."""
+    `blockwise` is the attention of packed rows; context parallelism replaces it by attention across ranks."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -163,13 +163,13 @@ class SelfAttention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         if self.config.attention == "flash":
             return FlashAttention2.apply(q, k, v, self.config.causal)
-        # Torch's fused attention draws its own mask, which no key can choose.
+        # torch's fused attention draws the dropout mask itself, so it cannot be used with a key.
         if self.config.attention == "sdpa" and (key is None or not dropout):
             causal = self.config.causal and bias is None
             if bias is not None and bias.dtype != q.dtype:
                 # Autocast would round float32's lowest number to minus infinity in half precision.
                 bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
-            if q.is_meta and not dropout:  # torch takes its fused attention only where it has a device
+            if q.is_meta and not dropout:  # on the meta device torch would not choose its fused attention
                 fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
                 return fused(q, k, v, dropout, causal, attn_mask=bias)[0]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)

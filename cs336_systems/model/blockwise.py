@@ -1,7 +1,7 @@
-"""Attention by blocks: of rows that are packed from documents, and of sequences that are split over ranks.
+"""Attention by blocks, for rows that are packed from documents and for sequences that are split over ranks.
 
-A segment is a run of neighbouring tokens of one document. Of two segments of a document the later one sees all of the
-earlier, and each sees itself up to the diagonal. So what may be seen is a list of rectangles, which attention's plain
+A segment is a run of neighbouring tokens of one document. A segment sees all of the document's earlier segments, and
+itself up to the diagonal. So the visible pairs of queries and keys form a list of rectangles, which plain attention
 kernels compute one at a time, without a mask of all pairs of tokens:
 
     keys      a a a b b c c c
@@ -14,12 +14,12 @@ kernels compute one at a time, without a mask of all pairs of tokens:
             c           # *
             c           # # *
 
-The softmax over several rectangles of a query is merged from each one's output O and log-sum-exp L, as tiled attention
-does (kernels/tiled_attention.py; Liu et al., Ring Attention, arXiv:2310.01889):
+If a query has several rectangles, their outputs O and log-sum-exps L are merged as in tiled attention
+(kernels/tiled_attention.py; Liu et al., Ring Attention, arXiv:2310.01889):
 
     L = log(exp(L_1) + exp(L_2)),    O = exp(L_1 - L) O_1 + exp(L_2 - L) O_2
 
-Backward needs only the whole L and O: with P = exp(S - L) every rectangle gives its part of dQ, dK and dV.
+Backward needs only the merged L and O: with P = exp(S - L) each rectangle adds its terms of dQ, dK and dV.
 Shapes are in einops order; places are indices in the row.
 """
 
@@ -39,11 +39,11 @@ from cs336_systems.model.dropout import drop
 from kernels.flash_attention import flash_attention, flash_attention_backward
 
 Parts = tuple[range, ...]  # places of a rank's tokens, in the order in which it has them
-PartsOf = Callable[[int], tuple[Parts, int]]  # from how many it has: their places, and the length of the row
+PartsOf = Callable[[int], tuple[Parts, int]]  # number of its tokens -> their places, and the length of the row
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one document, by the first one's index among the rank's tokens and its place."""
+    """Neighbouring tokens of one document: index of the first among the rank's tokens, its place, and their number."""
 
     start: int
     place: int
@@ -56,8 +56,8 @@ class Segment(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Queries that see some keys: slices of the batch and of two ranks' tokens; both slices are equal in length and
-    place if `causal`, up to the diagonal. `query` and `key` are the places of the first ones."""
+    """Queries that see some keys: slices of the batch's rows and of two ranks' tokens. If `causal`, both slices are the
+    same tokens, which are visible up to the diagonal. `query` and `key` are the places of the first query and key."""
 
     rows: slice
     queries: slice
@@ -67,24 +67,24 @@ class Rectangle(NamedTuple):
     key: int
 
     def area(self, rows: int) -> int:
-        """Scores that are computed, of a batch of so many rows."""
+        """Number of scores to compute, for a batch of `rows` rows."""
         queries, keys = (part.stop - part.start for part in (self.queries, self.keys))
         return len(range(rows)[self.rows]) * (queries * (queries + 1) // 2 if self.causal else queries * keys)
 
 
 class Visible:
-    """Which tokens of a batch see which, from each token's position in its document (batch seq), None for rows of one
-    document. Waits once for the device."""
+    """Visible pairs of a batch's tokens, from each token's position in its document (batch seq), or None if each row is
+    one document. Waits once for the device."""
 
     def __init__(self, positions: Tensor | None = None) -> None:
-        self.documents: list[tuple[slice, list[int]]] = [(slice(None), [0])]  # by rows: where documents begin
+        self.documents: list[tuple[slice, list[int]]] = [(slice(None), [0])]  # by rows: first places of documents
         if positions is not None:
             starts = [[place for place, position in enumerate(row) if not position] for row in positions.tolist()]
             self.documents = [(slice(row, row + 1), each) for row, each in enumerate(starts)]
         self.known: dict[tuple[Parts, Parts], list[Rectangle]] = {}
 
     def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
-        """Rectangles of a rank's queries and the keys of a rank, the same one or another."""
+        """Rectangles of one rank's queries and the keys of the same rank or another."""
         if (queries, keys) not in self.known:
             found = self.known[queries, keys] = []
             for rows, starts in self.documents:
@@ -101,7 +101,7 @@ class Visible:
 
 
 def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
-    """Cut a rank's tokens where documents begin, at places in ascending order of which the first is 0."""
+    """Cut a rank's tokens where documents begin: at the places `starts`, ascending, of which the first is 0."""
     index = 0
     for part in parts:
         within = starts[bisect_right(starts, part.start) : bisect_left(starts, part.stop)]
@@ -112,10 +112,10 @@ def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """Attention of one rectangle and its gradients: written out, torch's fused form on CPUs, or FlashAttention-2, which
-    is also taken on GPUs, where torch's has no log-sum-exp in public. Dropout is written out; its numbers are chosen by
-    place, and `key` (batch,), `site` and the number of the first head say which. Raises UserError for dropout without a
-    key."""
+    """Attention of one rectangle and its gradients, by `kind`. naive: plain operations, which dropout needs in any
+    kind; sdpa: torch's fused form on CPUs, but flash on GPUs, where torch's has no public log-sum-exp; flash:
+    FlashAttention-2. Random numbers of dropout depend on the place, by `key` (batch,), `site` and the number of the
+    first head. Raises UserError for dropout without a key."""
 
     kind: Literal["naive", "sdpa", "flash"] = "naive"
     dropout: float = 0.0
@@ -129,7 +129,7 @@ class BlockKernel:
             raise UserError(f"{what}: pass the model a dropout key, or train with dropout 0")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
-        """O (batch heads queries head_dim) and L (batch heads queries) of a rectangle's q, k and v."""
+        """Compute O (batch heads queries head_dim) and L (batch heads queries) of a rectangle's q, k and v."""
         if self.kind == "naive" or self.dropout:
             scores = _scores(q, k, at.causal)
             log_sum_exp = scores.logsumexp(-1)
@@ -142,7 +142,7 @@ class BlockKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum_exp: Tensor, at: Rectangle
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rectangle's parts of dQ, dK and dV, from O and L over all keys."""
+        """Compute the rectangle's terms of dQ, dK and dV, from O and L over all keys."""
         given = grad, q, k, v, output, log_sum_exp
         if self.kind == "naive" or self.dropout:
             weights = (_scores(q, k, at.causal) - log_sum_exp[..., None]).exp()
@@ -162,7 +162,7 @@ class BlockKernel:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Q K^T / sqrt(head_dim) (batch heads queries keys), in float32 at least, minus infinity beyond the diagonal."""
+    """Compute Q K^T / sqrt(head_dim) (batch heads queries keys) in float32 at least, minus infinity if not visible."""
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
     if causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
@@ -170,7 +170,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 class BlockSum:
-    """Output (batch heads queries head_dim) and log-sum-exp (batch heads queries) over the keys that came so far, in
+    """Output (batch heads queries head_dim) and log-sum-exp (batch heads queries) over the keys added so far, in
     float32 at least. Keys and values (batch kv_heads keys head_dim) may have fewer heads (grouped queries)."""
 
     def __init__(self, q: Tensor, kernel: BlockKernel) -> None:
@@ -180,7 +180,7 @@ class BlockSum:
         self.log_sum_exp = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
 
     def add(self, kv: Tensor | tuple[Tensor, Tensor], rectangles: Sequence[Rectangle]) -> None:
-        """Add the rectangles' keys and values."""
+        """Add keys and values of some rectangles."""
         for at in rectangles:
             block = at.rows, slice(None), at.queries
             k, v = _of_heads(self.q, kv, at)
@@ -193,14 +193,14 @@ class BlockSum:
 
 
 class BlockGradients:
-    """Gradients of `BlockSum`, by rectangles, in float32 at least; `of_q` is that of all queries."""
+    """Gradients of `BlockSum`, added up over rectangles, in float32 at least; `of_q` is that of all queries."""
 
     def __init__(self, grad: Tensor, q: Tensor, output: Tensor, log_sum_exp: Tensor, kernel: BlockKernel) -> None:
         self.grad, self.q, self.output, self.log_sum_exp, self.kernel = grad, q, output, log_sum_exp, kernel
         self.of_q = torch.zeros_like(q, dtype=log_sum_exp.dtype)
 
     def add(self, kv: Tensor | tuple[Tensor, Tensor], rectangles: Sequence[Rectangle], of_kv: Tensor) -> None:
-        """Add the gradients of keys and values to of_kv (2 batch kv_heads keys head_dim), and theirs of the queries."""
+        """Add gradients: of keys and values to of_kv (2 batch kv_heads keys head_dim), of queries to `of_q`."""
         for at in rectangles:
             block = at.rows, slice(None), at.queries
             grad, q, output, log_sum_exp = (t[block] for t in (self.grad, self.q, self.output, self.log_sum_exp))
@@ -212,7 +212,7 @@ class BlockGradients:
 
 
 def _of_heads(q: Tensor, kv: Tensor | tuple[Tensor, Tensor], at: Rectangle) -> list[Tensor]:
-    """A rectangle's keys and values, repeated for every head of the queries."""
+    """Take a rectangle's keys and values, repeated for every head of the queries."""
     return [each[at.rows, :, at.keys].repeat_interleave(q.shape[1] // each.shape[1], 1) for each in kv]
 
 

@@ -1,4 +1,4 @@
-"""Dropout and random numbers by place in the run, without a generator: no layout and no recompute changes them.
+"""Dropout and random numbers that depend on the place in the run only: equal in all layouts and when recomputed.
 
 Each element's number is a hash of (seed, step, row of the global batch, site, global position), as in counter-based
 generators (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). A rank that computes a slice of an
@@ -23,7 +23,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift,
 
 
 def dropout_key(seed: int, step: int, rows: Tensor) -> Tensor:
-    """The key of a microbatch in a step, int64 (batch,): `rows` (batch,) are its rows' numbers in the global batch."""
+    """Make a microbatch's key for a step, int64 (batch,); `rows` (batch,) are its rows' numbers in the global batch."""
     words = _mix(torch.full_like(rows, _signed(seed + GOLDEN), dtype=torch.int64))
     words = _mix(words + _signed((step + 1) * GOLDEN))
     return _mix(words + (rows.long() + 1) * _signed(GOLDEN))
@@ -33,8 +33,8 @@ def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Seque
     """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
     is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
     for those left out), or of all elements along an axis before the last. `site` names the place in the model. Backward
-    keeps one byte per element. The mask depends neither on dtype nor on device; p is met to 2^-32. Without a key it is
-    dropout by torch's generator. Raises UserError for p outside [0, 1), a key of another number of rows, and starts
+    keeps one byte per element. The mask depends neither on dtype nor on device; p is exact to 2^-32. Without a key
+    torch's generator draws the mask. Raises UserError for p outside [0, 1), a key of another number of rows, and starts
     that fit no axis."""
     if not 0 <= p < 1:
         raise UserError(f"dropout p must lie in [0, 1), not {p}")
@@ -46,8 +46,8 @@ def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Seque
 
 
 def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: torch.device) -> Tensor:
-    """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
-    None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
+    """Make uniform numbers between 0 and 1 of a shape (batch ...), by place: float32, odd multiples of 2^-24. None is 0
+    or 1, so log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
     words = _words(shape, key, site, (), device)
     return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
 
@@ -55,7 +55,7 @@ def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: to
 def _words(
     shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int | Tensor, ...], device: torch.device
 ) -> Tensor:
-    """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
+    """Hash each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
     if len(shape) < 2 or len(key) != shape[0]:
         raise UserError(f"random numbers of shape {tuple(shape)} with a key of {len(key)} rows: one a row is meant")
     if len(starts) >= len(shape) or min((each for each in starts if isinstance(each, int)), default=0) < 0:
@@ -82,5 +82,5 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same bits."""
+    """Convert a 64-bit word to the int64 with the same bits."""
     return (word + 2**63) % 2**64 - 2**63

@@ -1,8 +1,8 @@
 """Feed-forward layers, dense and of many experts: two linear layers with a GELU between, or SwiGLU (arXiv:2002.05202).
 
-The weights of a layer's experts are stacked, so that however many there are, they are two grouped matrix products
-without a loop in Python; in bfloat16 on a GPU each is one kernel, which reads on the device where the rows of each
-expert end (Gale et al., MegaBlocks, arXiv:2211.15841, section 4).
+The weights of a layer's experts are stacked. So any number of experts needs two grouped matrix products, without a loop
+in Python. In bfloat16 on a GPU each product is one kernel, which reads from device memory where the rows of each expert
+end (Gale et al., MegaBlocks, arXiv:2211.15841, section 4).
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from kernels.swiglu import SwiGLUFunction
 
 
 class FeedForward(nn.Module):
-    """(batch seq d_model) -> the same, through d_ff."""
+    """Feed-forward layer with d_ff hidden units: (batch seq d_model) -> the same."""
 
     def __init__(self, config: ModelConfig, experts: int = 0) -> None:
         super().__init__()
         self.kind, self.fused = config.feed_forward, config.kernels == "triton"
         hidden = config.expert_d_ff if experts else config.d_ff
         make: Callable[..., Any] = partial(GroupedLinear, experts) if experts else nn.Linear
-        if self.kind == "swiglu":  # layers in the order of their calls, in which FSDP gathers ahead
+        if self.kind == "swiglu":  # defined in the order of calls, since FSDP gathers ahead in the order of definition
             self.gate = make(config.d_model, hidden, bias=config.bias)
         self.up = make(config.d_model, hidden, bias=config.bias)
         self.down = make(hidden, config.d_model, bias=config.bias)
@@ -35,14 +35,14 @@ class FeedForward(nn.Module):
         return self.down(self.activate(self.up(x, *counts), *gate), *counts)
 
     def activate(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Activation of the hidden layer (... d_ff), of one projection or, if gated, of two."""
+        """Compute the hidden units (... d_ff) from one projection or, if gated, from two."""
         if gate is not None:
             return SwiGLUFunction.apply(gate, up) if self.fused else F.silu(gate) * up
         return F.gelu(up, approximate="tanh" if self.kind == "gelu-tanh" else "none")
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x, whose gradient is multiplied by `factor`."""
+    """Return x; its gradient is multiplied by `factor`."""
     if factor != 1.0 and x.requires_grad and torch.is_grad_enabled():
         x = x.view_as(x)
         x.register_hook(lambda gradient: gradient * factor)
@@ -50,21 +50,21 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def even_shares(rows: int, experts: int) -> list[int]:
-    """Rows of each expert of a balanced router, for the meta device, on which counts have no values."""
+    """Number of rows of each expert if the router is balanced, for the meta device, where counts have no values."""
     return [rows * (n + 1) // experts - rows * n // experts for n in range(experts)]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: x (rows in) in the order of experts, weight (experts out in), counts
+    """Multiply each expert's rows by its matrix: x (rows in) sorted by expert, weight (experts out in), counts
     (experts,) -> (rows out). Under autocast the dtypes are those of a linear layer. torch has no grouped product for
-    float64, nor for rows whose size is no multiple of 16 bytes; there a loop over experts computes the same, and the
-    host waits for the counts."""
+    float64, nor for rows whose size is no multiple of 16 bytes. In these cases a loop over experts computes the same,
+    and the host waits for the counts."""
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
     if casts and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
-    # Without values torch knows the shapes of bfloat16's grouped products only.
+    # On the meta device and in torch.compile, torch has grouped products in bfloat16 only.
     shapeless = (torch.compiler.is_compiling() or x.is_meta) and x.dtype != torch.bfloat16
     if x.dtype == torch.float64 or not aligned or shapeless:
         rows = even_shares(len(x), len(weight)) if counts.is_meta else counts.tolist()
@@ -72,13 +72,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return torch.cat([F.linear(part, matrix) for part, matrix in parts])
     y = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     if y.requires_grad:
-        y.register_hook(torch.Tensor.contiguous)  # its backward takes no expanded gradient, such as that of a sum
+        y.register_hook(torch.Tensor.contiguous)  # its backward needs one: that of a sum is expanded
     return y
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers of several experts: x (rows in) in the order of experts, counts (experts,) -> (rows out).
-    `bias_share` is the part of the bias that is added here, where the results of several ranks are added up."""
+    """Linear layers of several experts: x (rows in) sorted by expert, counts (experts,) -> (rows out). If results of
+    several ranks are added up, `bias_share` is the share of the bias that this rank adds."""
 
     def __init__(self, experts: int, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class GroupedLinear(nn.Module):
         self.bias_share, self.gradient_scale = 1.0, 1.0
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (experts out in) and bias (experts out), with scaled gradients."""
+        """Weight (experts out in) and bias (experts out); their gradients are multiplied by `gradient_scale`."""
         bias = None if self.bias is None else scale_gradient(self.bias, self.gradient_scale) * self.bias_share
         return scale_gradient(self.weight, self.gradient_scale), bias
 
@@ -100,19 +100,19 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(FeedForward):
-    """Experts of a layer that are here, in the order of their numbers; `first` is the number of the first one. x (rows
-    d_model) in the order of experts, counts (experts,) rows of each -> (rows d_model)."""
+    """This rank's experts of a layer, in the order of their numbers, beginning with `first`: x (rows d_model) sorted by
+    expert, counts (experts,) of rows -> (rows d_model)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.num_experts)
         self.first = 0
 
     def one_by_one(self, slots: Tensor) -> Tensor:
-        """A loop over experts, as in fairseq: slots (experts rows d_model) -> the same."""
+        """Compute expert after expert in a loop, as fairseq does: slots (experts rows d_model) -> the same."""
         layers = []
         for layer in (getattr(self, name) for name in ("down", "up", "gate") if hasattr(self, name)):
             weight, bias = layer.scaled()
-            # Unbound once: indexing would make a gradient as large as all experts' for each of them.
+            # unbind, not indexing, whose backward would make a gradient of all experts' size for each expert.
             layers.append(zip(weight.unbind(), [None] * len(weight) if bias is None else bias.unbind(), strict=True))
         outputs = []
         for rows, down, *projections in zip(slots.unbind(), *layers, strict=True):

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token to one or two of many feed-forwards: more parameters, not more FLOPs.
+"""Mixture of experts: a router sends each token to one or two of many feed-forwards: more parameters at equal FLOPs.
 
     x -> router -> routing.py -> dispatch -> experts (feed_forward.py) -> combine -> weighted, added up
 
@@ -22,8 +22,8 @@ from cs336_systems.model.one_hot import one_hot_gate
 from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
 
-# Waits for rows, gives those of the experts on this rank (rows d_model) in the order of experts, with the number of
-# each's (experts,), to a function, and sends the results back: (rows d_model) in the order in which rows were sent.
+# Second half of a dispatch: wait for the rows of this rank's experts, call a function with them (rows d_model), sorted
+# by expert, and their counts (experts,), and send the results back: (rows d_model) in the order of the rows sent.
 Combine = Callable[[Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
@@ -31,16 +31,16 @@ class LocalDispatcher:
     """Dispatcher of a process that has all experts: nothing moves."""
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> Combine:
-        """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each."""
+        """Start to send rows (rows d_model), sorted by expert, of which each expert gets counts (experts,)."""
         return lambda experts: experts(rows, counts)
 
     def run_slots(self, slots: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a function of all ranks' slots of the experts here to slots of all experts (experts slots d_model)."""
+        """Send slots (experts slots d_model) to their experts, apply `experts` to those of this rank, and send back."""
         return experts(slots)
 
 
 class _AddLoss(torch.autograd.Function):
-    """y; backward also gives `loss` the gradient that it would have if loss x weight were added to the model's loss."""
+    """Return y; backward gives `loss` the gradient that it has if weight x loss is added to the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float) -> Tensor:
@@ -56,8 +56,8 @@ class _AddLoss(torch.autograd.Function):
 
 
 def set_balance_scale(model: nn.Module, scale: float) -> None:
-    """Set the factor of the balancing losses of a model's expert layers (default 1) to that of the loss whose backward
-    is run, for example one over the number of microbatches, or the loss scale."""
+    """Set the factor of the balancing losses of a model's expert layers (default 1). It must be the factor of the loss
+    on which backward is called, for example one over the number of microbatches, or the loss scale."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.balance_scale = scale
@@ -65,8 +65,8 @@ def set_balance_scale(model: nn.Module, scale: float) -> None:
 
 class MoELayer(nn.Module):
     """Mixture of experts in place of a feed-forward: (batch seq d_model) -> the same. All tokens of one call are a
-    group, which shares the experts' capacity. The balancing loss is added in backward, to pass no pipeline stage: the
-    gradient is that of a loss larger by aux_weight x `balance_scale` x it."""
+    group, which shares the experts' capacity. So that no pipeline stage must pass on the balancing loss, only backward
+    adds it: gradients are as if the loss had the term aux_weight x `balance_scale` x balancing loss."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -75,15 +75,15 @@ class MoELayer(nn.Module):
         self.experts = Experts(config)
         self.shared = FeedForward(config) if self.mixture.shared_expert else None
         self.dispatcher = LocalDispatcher()
-        self.average: Average | None = None  # over the ranks that balance together
-        self.balance_scale, self.copies = 1.0, 1  # copies: ranks that compute the same balancing loss
-        self.balance: Tensor | None = None  # of the last call, without a gradient
-        self.load: ExpertLoad | None = None  # of the last call; None with einsum
+        self.average: Average | None = None  # mean over the ranks that compute one balancing loss together
+        self.balance_scale, self.copies = 1.0, 1  # copies: number of ranks that compute the same balancing loss
+        self.balance: Tensor | None = None  # balancing loss of the last call, without a gradient
+        self.load: ExpertLoad | None = None  # load of the last call; None with einsum
 
     def forward(
         self, x: Tensor, real: Tensor | None = None, key: Tensor | None = None, places: Places | None = None
     ) -> Tensor:
-        """`real` (batch seq) is False at padding; `key` chooses the random numbers of some policies by place."""
+        """Route the tokens and run their experts. `real` (batch seq) is False at padding; `key` sets random numbers."""
         mixture, tokens, noise = self.mixture, x.reshape(-1, x.shape[-1]), None
         logits = self.logits(tokens)
         capacity = mixture.capacity(len(tokens), self.config.num_experts, self.training)
@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         return added.view(x.shape)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The router's scores (tokens experts), in float32 at least if `gating_fp32`."""
+        """Compute the router's scores (tokens experts), in float32 at least if `gating_fp32`."""
         if not self.mixture.gating_fp32:
             return self.router(tokens)
         wide = torch.promote_types(tokens.dtype, torch.float32)
@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
             return F.linear(tokens.to(wide), self.router.weight.to(wide))
 
     def by_sort(self, tokens: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
-        """A row for each kept choice: (tokens d_model) -> the same, and the balancing loss; `rules` are for `gate`."""
+        """Send a row for each kept choice: (tokens d_model) -> the same, and the balancing loss; see `gate`."""
         routing = gate(*rules)
         self.load = routing.load
         combine = self.dispatcher.dispatch(tokens.index_select(0, routing.tokens), routing.counts)
@@ -117,10 +117,10 @@ class MoELayer(nn.Module):
         return y if shared is None else y + shared, routing.balance
 
     def by_einsum(self, tokens: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
-        """The same over all slots of all experts, full or empty."""
+        """Do the same, but send all slots of all experts, full or empty."""
         self.load = None
         combine, balance = one_hot_gate(*rules)  # (tokens experts slots)
-        results = self.dispatcher.run_slots(  # empty slots are zero; only the dispatcher holds them, and lets them go
+        results = self.dispatcher.run_slots(  # empty slots are zero; only the dispatcher holds them all, and frees them
             torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens).unflatten(0, combine.shape[1:]),
             self.experts.one_by_one,
         )

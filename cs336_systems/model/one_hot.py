@@ -1,9 +1,9 @@
-"""Routing with one-hot tensors, as GShard and fairseq compute it: the oracle and the baseline of `routing.py`.
+"""Routing with one-hot tensors, as GShard and fairseq compute it: the reference and the baseline of `routing.py`.
 
-A choice is a one-hot vector over experts, its slot one over slots, both together a tensor of tokens x experts x slots,
-almost all zeros; dispatch and combine are matrix products with it (GShard, arXiv:2006.16668, algorithm 1 and section
-3.2). For T tokens, E experts of C slots and width D these take 4 T E C D FLOPs and T E C numbers, where the sort moves
-2 T rows. No code is shared with `routing.py`, so that the two can be compared.
+A choice is a one-hot vector over experts, its slot a one-hot vector over slots. Together they form a tensor of tokens x
+experts x slots, almost all zeros, with which dispatch and combine are matrix products (GShard, arXiv:2006.16668,
+algorithm 1 and section 3.2). For T tokens, E experts of C slots and width D this takes 4 T E C D FLOPs and T E C
+numbers; the sort moves 2 T rows. The code shares nothing with `routing.py`, so that the two can be compared.
 """
 
 import torch
@@ -18,8 +18,8 @@ def one_hot_gate(
     logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
     noise: Tensor | None = None, average: Average | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss; arguments as for
-    `routing.gate`. Without a capacity an expert has as many slots as there are tokens."""
+    """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss. The arguments are
+    those of `routing.gate`. Without a capacity an expert has as many slots as there are tokens."""
     tokens, experts = logits.shape
     slots = tokens if capacity is None else capacity
     gates = F.softmax(logits, dim=1)
@@ -53,13 +53,13 @@ def one_hot_gate(
 
 
 def _normalized(weights: Tensor) -> Tensor:
-    """Weights (top_k tokens) over each token's sum."""
+    """Divide weights (top_k tokens) by each token's sum."""
     return weights / torch.clamp(weights[0] + weights[1], min=torch.finfo(weights.dtype).eps)
 
 
 def _places(masks: list[Tensor], gates: Tensor | None) -> list[Tensor]:
-    """The slot that each token would get in each expert (tokens experts): the number of tokens before it, with `gates`
-    the surest first; all first choices come before any second one."""
+    """Slot that each token would get in each expert (tokens experts): the number of tokens before it. All first choices
+    come before any second one; with `gates`, tokens with the largest probability come first."""
     places, taken = [], masks[0].new_zeros(masks[0].shape[1])
     order = None if gates is None else (-gates.max(dim=1).values).argsort(stable=True)
     for mask in masks:

@@ -1,9 +1,9 @@
-"""Backward in two parts: the gradients of inputs first, those of the weights of linear layers when asked for.
+"""Backward in two parts: first the gradients of inputs, and later, on request, those of the weights of linear layers.
 
     grad X = grad Y W        the stage before waits for it
-    grad W = grad Y^T X      nobody does, before the optimizer
+    grad W = grad Y^T X      needed by the optimizer only
 
-A pipeline fills with the second what would be idle (Qi et al., Zero Bubble, arXiv:2401.10241).
+A pipeline computes the second part when it would be idle (Qi et al., Zero Bubble, arXiv:2401.10241).
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ Deferred = tuple[Tensor, Tensor, Tensor | None, Tensor]  # input, weight, bias, 
 
 
 class SplitLinear(torch.autograd.Function):
-    """A linear layer whose backward gives its input's gradient, and leaves what its weights' needs in `later`. Weight
-    and bias come in a tuple, unseen by autograd, which would call their hooks."""
+    """Linear layer whose backward computes its input's gradient, and appends the operands of the weights' to `later`.
+    Weight and bias come in a tuple, so that autograd does not see them and call their hooks too early."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: tuple[Tensor, Tensor | None], later: list[Deferred]) -> Tensor:
@@ -36,8 +36,8 @@ class SplitLinear(torch.autograd.Function):
 
 
 class SplitBackward(TorchFunctionMode):
-    """Runs linear layers inside the block as `SplitLinear`; what they leave is in `later`. Other parameters, such as
-    gains, embeddings and experts, get their gradients with those of inputs."""
+    """Runs linear layers inside the block as `SplitLinear`; `later` collects their postponed work. Other parameters,
+    such as gains, embeddings and experts, get their gradients together with the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class SplitBackward(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
     def finish(self) -> None:
-        """Add the gradients of weights to `.grad`, with the hooks that a backward calls."""
+        """Compute the gradients of weights and add them to `.grad`, with the hooks that a backward calls."""
         while self.later:
             x, weight, bias, grad = self.later.pop(0)
             x, flat = x.flatten(0, -2), grad.flatten(0, -2)

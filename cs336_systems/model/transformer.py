@@ -8,10 +8,10 @@
     dropout       by torch's generator, or by place in the run (dropout.py)
     recompute     segments of blocks, nested halves, or attention alone
 
-Parallelism is applied from outside, at seams: a pipeline's stage calls `run_blocks`, and `finish` or `losses`; tensor
-parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
-an expert layer, context parallelism the attention's `blockwise` and the model's `parts`. Shapes are in einops order:
-batch, seq, d_model, heads, head_dim.
+Other packages add parallelism. A pipeline's stage calls `run_blocks`, and `finish` or `losses`. Tensor parallelism
+replaces linear layers, `tied_head` and `token_loss`; expert parallelism the dispatcher of an expert layer; context
+parallelism the attention's `blockwise` and the model's `parts`. Shapes are in einops order: batch, seq, d_model, heads,
+head_dim.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from kernels.rmsnorm import TritonRMSNormFunction
 
 
 class RMSNorm(nn.Module):
-    """`kernels.reference.rmsnorm` or its fused form, with the gain as a parameter: (... d_model) -> (... d_model)."""
+    """RMSNorm with a gain, by `kernels.reference.rmsnorm` or its fused form: (... d_model) -> (... d_model)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The normalisation that the configuration names."""
+    """Make the normalisation layer that the configuration names."""
     if config.norm == "rmsnorm":
         return RMSNorm(config)
     return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
@@ -90,7 +90,7 @@ class Embedding(nn.Module):
 
 
 def starts_of(places: Places | None, part: int = 0, seq: int = 0) -> tuple[int | Tensor]:
-    """Where the `part`-th of equal parts of a batch's tokens stands in the row, for `drop`."""
+    """Places in the row of part number `part`, of `seq` tokens, of a batch, in the form that `drop` takes."""
     if places is None or places.row is None:
         return (part * seq,)
     return (places.row[part * seq : (part + 1) * seq] if seq else places.row,)
@@ -98,7 +98,7 @@ def starts_of(places: Places | None, part: int = 0, seq: int = 0) -> tuple[int |
 
 class Block(nn.Module):
     """Pre-norm residual block: (batch seq d_model) -> the same. `layer` is its number in the model. Under sequence
-    parallelism x is the `part`-th of equal parts of the sequence."""
+    parallelism x is part number `part` of the sequence, of equal parts."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -111,20 +111,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
         p, site = self.dropout if self.training else 0.0, f"blocks.{self.layer}"
         starts = starts_of(shared.places, self.part, x.shape[1])
-        # No branch has a name, by which it would be kept alive while the next one computes.
+        # The branches' results have no names, which would keep their memory while the next branch computes.
         x = x + drop(self.attention(self.attention_norm(x), shared), p, shared.key, f"{site}.attention branch", starts)
         routed = (shared.real, shared.key, shared.places) if isinstance(self.feed_forward, MoELayer) else ()
         y = self.feed_forward(self.feed_forward_norm(x), *routed)
         return x + drop(y, p, shared.key, f"{site}.feed-forward branch", starts)
 
 
-# Keep the input of a run of blocks for backward, which runs them again.
+# Keep only the input of a run of blocks for backward, which runs the blocks again.
 recompute = partial(checkpoint, use_reentrant=False)
 
 
 def run_nested(run: Callable[[range, Tensor], Tensor], span: range, x: Tensor) -> Tensor:
-    """Run blocks as two recomputed halves, each of which does the same (arXiv:1604.06174). Not a closure in
-    `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until garbage is collected."""
+    """Run blocks as two recomputed halves, each again in halves (arXiv:1604.06174). Not a closure in `run_blocks`: a
+    closure that calls itself is a reference cycle, which would hold tensors until garbage is collected."""
     if len(span) == 1:
         return run(span, x)
     half, middle = partial(run_nested, run), len(span) // 2
@@ -137,7 +137,7 @@ class TransformerLM(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
-        # On the meta device first: torch's layers would otherwise fill weights that are drawn again below.
+        # First on the meta device: torch's layers would otherwise draw weights that are drawn again below.
         with torch.device("meta"):
             self.embedding = Embedding(config)
             self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
@@ -149,7 +149,7 @@ class TransformerLM(nn.Module):
         self.fused_loss = config.kernels == "triton" and self.bert_heads is None
         self.parts: PartsOf | None = None  # places of this rank's tokens, if it has some of a sequence
         device = torch.device(device) if device is not None else torch.get_default_device()
-        if device.type != "meta":  # a meta model has no values: to be counted, or cut into parts before they are drawn
+        if device.type != "meta":  # a meta model gets no values: it is only counted, or split before they are drawn
             self.to_empty(device=device)
             self.init_weights()
 
@@ -162,9 +162,9 @@ class TransformerLM(nn.Module):
 
     def initial_weight(self, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
         """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a
-        rank can make its part of a model without the rest; each expert (experts ...) by itself. Weights are normal with
-        standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers), an embedding that
-        sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero."""
+        rank can make its part of a model without the rest. Each expert (experts ...) is drawn separately. Weights are
+        normal with standard deviation 0.02; 0.02 / sqrt(2 num_layers) for those that write to the residual stream; and
+        1 / sqrt(d_model) for an embedding with sinusoidal positions. Gains are one, biases zero."""
         value, deviation = torch.empty(shape, device=device), 0.02
         if name.endswith("bias"):
             return value.zero_()
@@ -189,10 +189,10 @@ class TransformerLM(nn.Module):
         self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None,
         targets: Tensor | None = None, positions: Tensor | None = None,
     ) -> Tensor | BertOutput:  # fmt: skip
-        """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the sentence pair's; or, with
-        targets (batch seq), the mean cross entropy in nats of those that are not IGNORED. token_types (batch seq) are
-        BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens. positions (batch seq) are
-        those in packed documents, each from 0 on: a token sees those before it in its document. Raises UserError for a
+        """Compute logits (batch seq vocab_size) of tokens (batch seq), and with `bert_heads` the sentence pair's; or,
+        with targets (batch seq), the mean cross entropy in nats over those that are not IGNORED. token_types (batch
+        seq) are BERT's segments (default 0); padding_mask (batch seq) is True at real tokens. positions (batch seq) are
+        tokens' places in packed documents, from 0: a token sees earlier ones of its document. Raises UserError for a
         sequence longer than the context, and for a padding mask with flash attention or packed documents."""
         if targets is not None and targets.shape != tokens.shape:
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
@@ -205,7 +205,7 @@ class TransformerLM(nn.Module):
         self, batch: Batch, x: Tensor | None = None, key: Tensor | None = None, span: range | None = None
     ) -> Tensor:
         """Embed the tokens, unless x (batch seq d_model) comes from the block before, and run the blocks of `span`
-        (default all). `key` chooses random numbers; backward runs again the blocks that `recompute` names."""
+        (default all). `key` determines random numbers. Backward recomputes what `config.recompute` names."""
         places = find_places(batch, self.parts)
         x = self.embedding(batch.tokens, batch.token_types, key, places) if x is None else x
         shared = block_inputs(self.config, batch, x, key, places)
@@ -226,20 +226,20 @@ class TransformerLM(nn.Module):
         return x
 
     def finish(self, x: Tensor) -> Tensor | BertOutput:
-        """Last part, of x (batch seq d_model): logits, as `forward` returns them."""
+        """Compute from the last block's x (batch seq d_model) the logits that `forward` returns."""
         logits, pair = self.logits(x)
         logits = self.token_loss.whole(logits)
         return logits if pair is None else BertOutput(logits, pair)
 
     def losses(self, x: Tensor, batch: Batch, reduction: str = "sum") -> Losses:
-        """Last part, of x (batch seq d_model): sums of losses, which may be added over microbatches and ranks, or their
-        means."""
+        """Compute losses from the last block's x (batch seq d_model): sums, which may be added over microbatches and
+        ranks, or means."""
         assert batch.targets is not None
         if self.fused_loss:  # the kernel never holds all logits
             weight = self.embedding.tokens.weight if self.head is None else self.head.weight
             mean = linear_cross_entropy(self.final_norm(x), weight, batch.targets, IGNORED)
             count = count_targets(batch)
-            # The mean of no targets is not a number, but their sum is zero.
+            # Without targets the mean is NaN, but the sum is zero.
             return Losses(mean if reduction == "mean" else torch.where(count > 0, mean * count, torch.zeros_like(mean)))
         logits, pair = self.logits(x)
         tokens = self.token_loss(logits, batch.targets, reduction)
@@ -249,7 +249,7 @@ class TransformerLM(nn.Module):
         return Losses(tokens, F.cross_entropy(wide, batch.pair_labels, reduction=reduction))
 
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits of every token and, with `bert_heads`, of the sentence pair, from x (batch seq d_model)."""
+        """Compute logits of every token and, with `bert_heads`, of the sentence pair, from x (batch seq d_model)."""
         x, pair, bias = self.final_norm(x), None, None
         if self.bert_heads is not None:
             x, pair = self.bert_heads(x)
@@ -261,6 +261,6 @@ class TransformerLM(nn.Module):
 
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Mean cross entropy in nats of the targets (batch seq) of tokens (batch seq), a scalar; positions (batch seq) are
-    those in packed documents."""
+    """Mean cross entropy in nats, a scalar, of targets (batch seq) for tokens (batch seq); positions (batch seq) are
+    their places in packed documents."""
     return model(tokens, targets=targets) if positions is None else model(tokens, targets=targets, positions=positions)

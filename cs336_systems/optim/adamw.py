@@ -1,4 +1,4 @@
-"""AdamW written out, its parameter groups, and the learning-rate schedule."""
+"""AdamW in plain tensor operations, its parameter groups, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from kernels.checks import check_last_group, check_state
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
 
-    m = b1 m + (1 - b1) g          the gradient's running mean
-    v = b2 v + (1 - b2) g^2        its running square
-    p = p - lr decay p             decay acts on the parameter, not through the gradient
+    m = b1 m + (1 - b1) g          running mean of the gradient
+    v = b2 v + (1 - b2) g^2        running mean of its square
+    p = p - lr decay p             decay of the parameter, not through the gradient
     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    The divisions undo the bias of running means that start at zero. With `amsgrad` the last line has the largest v so
-    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a setting out
+    The divisions undo the bias of running means that start at zero. `amsgrad` uses the largest v so far in the last
+    line (Reddi et al., arXiv:1904.09237, algorithm 2); `maximize` uses -g. Raises ValueError for a setting out
     of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
     parameter that is float16 or not real."""
 
@@ -36,12 +36,12 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults | {"amsgrad": amsgrad, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own, by default the optimizer's."""
+        """Add parameters with their own hyperparameters; the defaults are the optimizer's."""
         super().add_param_group(param_group)
         check_last_group(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes, as load hooks leave it."""
+        """Load the state of an `AdamW`, or of torch's, over parameters of the same shapes, after all load hooks."""
         with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
             super().load_state_dict(state_dict)
 
@@ -49,14 +49,14 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+        with torch._C.DisableTorchFunctionSubclass():  # update FSDP's shards like plain tensors
             for parameter, group in with_gradients(self.param_groups):
                 update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
 
 def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
-    """The parameters with a gradient, and their groups. Raises TypeError for a sparse one before anything moves."""
+    """Parameters with a gradient, and their groups. Raises TypeError for a sparse one, before any update."""
     used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
     if any(p.grad.layout != torch.strided for p, _ in used):
         raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
@@ -64,7 +64,7 @@ def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, An
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of AdamW for one parameter, in place."""
+    """Take one step of AdamW for one parameter, in place."""
     if "step" not in state:
         if parameter.dtype == torch.float16:
             raise TypeError("float16 holds neither an eps of 1e-8 nor squares above 65504: take MasterAdamW")
@@ -85,7 +85,7 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices decay, gains and biases do not, nor do the stacked biases of experts."""
+    """Make parameter groups: weight decay for matrices; none for gains, biases and the stacked biases of experts."""
     groups: tuple[list[Tensor], list[Tensor]] = [], []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -97,9 +97,9 @@ def learning_rate(
     step: int, peak: float, floor: float, warmup_steps: int, decay_steps: int,
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:  # fmt: skip
-    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, constant.
-    `decay_steps` belongs to the schedule, not to the run: a run that is cut short or resumed follows the same curve.
-    Raises UserError for a warm-up longer than that."""
+    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, then constant.
+    `decay_steps` does not depend on the length of the run: a run that is cut short or resumed follows the same curve.
+    Raises UserError for a warm-up longer than `decay_steps`."""
     if warmup_steps > decay_steps:
         raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
     if step < warmup_steps:

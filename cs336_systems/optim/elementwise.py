@@ -11,7 +11,7 @@ from cs336_systems.errors import UserError
 
 
 def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, options: dict[str, Any]) -> torch.Tensor:
-    """A 4 x 6 parameter (24,) after three steps, given whole or as two flat pieces."""
+    """Elements (24,) of a 4 x 6 parameter after three steps; the optimizer gets it whole or as two flat pieces."""
     whole = torch.linspace(-1, 1, 24, dtype=torch.float32).cos()
     gradient = torch.linspace(-2, 3, 24, dtype=torch.float32).sin()
     views = [(each[:11], each[11:]) if in_pieces else (each.view(4, 6),) for each in (whole, gradient)]
@@ -29,11 +29,11 @@ def require_elementwise(
 ) -> None:
     """Try the optimizer on 24 numbers, whole and in two pieces. Raises UserError with its name if the results differ.
     Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently."""
-    # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
+    # A learning rate of zero would hide every difference; optimizers with `capturable` need a GPU.
     has_lr = "lr" in options or "lr" in inspect.signature(optimizer_cls).parameters
     options = {key: value for key, value in options.items() if key != "capturable"} | ({"lr": 0.1} if has_lr else {})
-    optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # a wrong option speaks for itself
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever device is the default meanwhile
+    optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # raises for a wrong option
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever the default device is
         name, why, pieces = getattr(optimizer_cls, "__name__", optimizer_cls), "", None
         try:
             whole = _updates(optimizer_cls, False, options)

@@ -1,4 +1,4 @@
-"""Global norm of gradients, some of which are sharded over ranks, and clipping by it."""
+"""Global norm of gradients, of which some may be sharded over ranks, and clipping by it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class LocalGradient(NamedTuple):
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | float:
-    """Norm of some tensors in float32 at least, as float64; a complex element counts by its absolute value."""
+    """Norm of several tensors as one vector, in float32 at least, as float64; of complex elements by absolute value."""
     pairs = [(g, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g.numel()]
     parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide).double() for g, wide in pairs]
     return torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else 0.0
@@ -27,9 +27,9 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | float:
 
 @torch.no_grad()
 def gather_norms(lists: Sequence[Sequence[Tensor]], norm_type: float, group: Group, device: torch.device) -> Tensor:
-    """Norm of each list of this rank's shards, and those of all ranks: (ranks lists), in float64, by one collective.
-    They are not max-reduced, since that loses NaN. Every rank must call this."""
-    # One dtype on all ranks: one that has no gradient could not know the others'.
+    """Norm of each list of shards on each rank: (ranks lists) in float64, by one all-gather. An all-reduce with the
+    maximum, for the infinity norm, would lose NaN. Every rank must call this."""
+    # Always float64, since a rank without gradients could not know the dtype of the others'.
     norms = torch.zeros(group.size(), len(lists), dtype=torch.float64, device=device)
     for i, shards in enumerate(lists):
         norms[group.rank(), i] = _norm(shards, norm_type)
@@ -50,8 +50,8 @@ def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_ty
 
 @torch.no_grad()
 def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients by max_norm / norm where that is below one; a norm that is not finite passes into them. Raises
-    UserError for a max_norm that is negative or not a number."""
+    """Scale gradients by max_norm / norm if this is below one. A norm of NaN makes them NaN; an infinite one makes
+    them 0, and infinite elements NaN. Raises UserError for a max_norm that is negative or not a number."""
     if not max_norm >= 0:
         raise UserError(f"gradients are clipped to a norm of 0 or more, not {max_norm}")
     scale = torch.where(norm == 0, 1.0, max_norm / norm).clamp(max=1.0)
@@ -60,7 +60,7 @@ def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> 
 
 
 def clip_local(gradients: Sequence[LocalGradient], max_norm: float, norm_type: float, group: Group) -> Tensor:
-    """Clip a wrapper's gradients by their global norm, and return it. Every rank must call this."""
+    """Clip a wrapper's gradients by their global norm; returns the norm. Every rank must call this."""
     sharded, replicated = ([each.gradient for each in gradients if each.sharded is kind] for kind in (True, False))
     norm = global_norm(sharded, replicated, norm_type, group)
     clip_by_norm([*sharded, *replicated], norm, max_norm)

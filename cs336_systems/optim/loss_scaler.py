@@ -1,8 +1,8 @@
 """Loss scaling: fp16 loses gradients below 6e-8, so the loss is multiplied by a factor and the gradients divided by it.
 
-The factor is found by trial (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2): too large a
-factor overflows fp16's 65504, which shows as inf or NaN; that step is skipped and the factor halved. After many steps
-without overflow it is doubled.
+The factor is found by trial (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2). When it is
+too large, gradients exceed fp16's 65504 and become inf or NaN: that step is skipped and the factor halved. After many
+steps without overflow it is doubled.
 """
 
 import math
@@ -11,11 +11,11 @@ from cs336_systems.errors import UserError
 
 
 class LossScaler:
-    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do. `at_floor`
-    it can fall no further, and more overflows mean that training has diverged. Raises UserError for a scale that is not
-    positive and finite."""
+    """Constant loss scale, by default 1, for bf16 and fp32, whose range of exponents is large enough for gradients. If
+    it is `at_floor`, it cannot be lowered, and more overflows mean that training has diverged. Raises UserError for a
+    scale that is not positive and finite."""
 
-    saved: tuple[str, ...] = ()  # in a checkpoint; arguments of the constructor are not
+    saved: tuple[str, ...] = ()  # fields in a checkpoint; arguments of the constructor are not saved
 
     def __init__(self, scale: float = 1.0) -> None:
         if not 0 < scale < math.inf:
@@ -27,7 +27,7 @@ class LossScaler:
         return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
-        """Fit the scale after a backward; with `overflow` a gradient of some rank was inf or NaN: skip that step."""
+        """Adapt the scale after a backward. `overflow`: a gradient of some rank was inf or NaN; skip that step then."""
 
     def state_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.saved}
@@ -75,7 +75,7 @@ class DynamicLossScaler(LossScaler):
         super().load_state_dict(state)
         if not 0 < state["scale"] < math.inf:
             raise UserError(f"the checkpoint has a loss scale of {state['scale']}")
-        # The arguments may have been changed since.
+        # The constructor's arguments may differ from those of the saved run.
         self.scale = max(float(state["scale"]), self.floor)
         self.clean = min(int(state["clean"]), self.window - 1)
         self.tolerance = min(int(state["tolerance"]), self.hysteresis)

@@ -1,9 +1,9 @@
-"""AdamW for parameters in half precision: the optimizer keeps an fp32 master of each, updates that, and rounds it back.
+"""AdamW for parameters in half precision: it keeps an fp32 copy (the master) of each, updates it, and rounds it back.
 
-An update is often smaller than half the distance from a weight to its neighbour in fp16 (2^-11 of it, in bf16 2^-8):
-added to the weight itself it would be lost every time; in the master it adds up (Micikevicius et al., Mixed Precision
-Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight and gradient, 12 for master and moments
-(Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more during a step.
+An update is often smaller than half the distance from a weight to its neighbour in fp16 (2^-11 of it, in bf16 2^-8).
+Added to the weight itself it would be lost in every step; in the master updates add up (Micikevicius et al., Mixed
+Precision Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight and gradient, 12 for master
+and moments (Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more during a step.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from cs336_systems.optim.adamw import AdamW, update, with_gradients
 
 class MasterAdamW(AdamW):
     """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16 (one in
-    float32 is its own master). The first step copies parameters to their masters, later ones overwrite parameters, so
-    load weights before the first step, or with a state that belongs to them (an `AdamW`'s has no masters: the next step
-    copies them). Options, groups and errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step,
+    float32 is its own master). The first step copies parameters to their masters. Later ones overwrite parameters, so
+    load weights before the first step, or together with their state (that of `AdamW` has no masters: the next step
+    makes them). Options, groups and errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step,
     under Megatron-LM's names."""
 
-    moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+    moments_dtype = torch.float32  # the least; ShardedOptimizer reads it when it loads a state
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `AdamW`'s, without torch's rounding to the parameters' dtype."""
+        """Load a state as `AdamW` does, but do not round it to the parameters' dtype, as torch would."""
         seen: list[dict[str, Any]] = []
         with (
             self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
@@ -49,10 +49,10 @@ class MasterAdamW(AdamW):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
     ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`, which may be a scalar on the device:
-        clipping over the loss scale. Gradients are not changed, and not checked for inf and NaN: the caller skips such
-        a step. The closure, if any, is run before and its loss returned. Raises UserError for a multiplier with axes,
-        TypeError for a sparse gradient."""
+        """Update every parameter by its gradient in fp32 times `multiplier`, a number or a scalar on the device: the
+        factor of clipping, divided by the loss scale. Gradients are not changed, and not checked for inf and NaN: the
+        caller skips such a step. A closure is run before and its loss returned. Raises UserError for a multiplier with
+        axes, TypeError for a sparse gradient."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
         loss = None if closure is None else torch.enable_grad()(closure)()

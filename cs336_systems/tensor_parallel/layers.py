@@ -4,9 +4,9 @@
 
 (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.) torch keeps a weight as (out in).
 
-Sequence parallelism gathers the input of a column-parallel layer from the ranks' parts of the sequence. Linear layers
-keep their input for backward, and a whole sequence on every rank would cost the memory that sequence parallelism saves:
-so this rank's part is kept, and gathered again in backward (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+Sequence parallelism gathers the input of a column-parallel layer from the ranks' parts of the sequence. A linear layer
+would keep the whole sequence for backward, on every rank, which costs the memory that sequence parallelism saves. So a
+rank keeps its own part, and gathers the rest again in backward (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ from cs336_systems.errors import UserError
 
 
 def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
-    """Copy this rank's part along `dim` of a tensor that is first padded with zeros to the size `padded` there."""
+    """Pad a tensor with zeros to the size `padded` along `dim`; returns a copy of this rank's part of it."""
     size, real = padded // group.size(), whole.shape[dim]
     first = min(group.rank() * size, real)
     mine = whole.detach().narrow(dim, first, min(size, real - first))
@@ -30,8 +30,8 @@ def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
 
 
 def split(parameter: Tensor, dim: int, group: Group, padded: int | None = None) -> nn.Parameter:
-    """This rank's part of a parameter along `dim`, which it notes as its `partition_dim`, like Megatron-LM. Raises
-    UserError if its size there does not divide."""
+    """Make a parameter of this rank's part along `dim`, with `partition_dim` set to it as in Megatron-LM. Raises
+    UserError if the size of this dimension does not divide."""
     size = padded or parameter.shape[dim]
     if size % group.size():
         what = f"dimension {dim}, of {size}, of a parameter of shape {tuple(parameter.shape)}"
@@ -42,7 +42,7 @@ def split(parameter: Tensor, dim: int, group: Group, padded: int | None = None) 
 
 
 class ColumnParallelLinear(nn.Module):
-    """Some outputs of a linear layer: (... in) -> (... out/ranks), rows of its weight."""
+    """Linear layer with this rank's outputs: (... in) -> (... out/ranks). It has these rows of the weight."""
 
     def __init__(self, linear: nn.Linear, group: Group, padded: int | None = None) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Some inputs of a linear layer: (batch seq in/ranks) -> the sum over the ranks (batch seq out), or with `sequence`
-    this rank's part of it along seq, or unless it `reduces` what this rank adds to a sum that the caller takes. The
-    bias is whole, and is added once: to the sum, or by the first rank."""
+    """Linear layer with this rank's inputs: (batch seq in/ranks) -> the sum over the ranks (batch seq out). `sequence`:
+    -> this rank's part of the sum along seq. Without `reduces`: -> this rank's term, which the caller has to add up.
+    The bias is whole, and is added once: to the sum, or by the first rank."""
 
     def __init__(self, linear: nn.Linear, group: Group, sequence: bool = False, reduces: bool = True) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RowParallelLinear(nn.Module):
 
 
 class GatheredSequence:
-    """Saved-tensor hooks of one gather: autograd keeps this rank's part, and backward gathers the whole again."""
+    """Saved-tensor hooks for one gathered sequence: keep this rank's part, and gather the whole again in backward."""
 
     def __init__(self, part: Tensor, whole: Tensor, group: Group, label: str) -> None:
         self.part, self.group, self.label = part.detach(), group, label
@@ -82,14 +82,14 @@ class GatheredSequence:
         self.again: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Any:
-        """Replace a view of the gathered sequence, which autograd would keep, by its place in it."""
+        """Replace a view of the gathered sequence, which autograd would keep, by its shape, strides and offset."""
         if tensor.untyped_storage()._cdata != self.storage:
             return tensor
         self.kept += 1
         return self, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
-        """The view again. The first use in a backward gathers, on every rank, and the last one frees."""
+        """Make the view again. The first use in a backward gathers, on every rank; the last one frees the memory."""
         if isinstance(packed, Tensor):
             return packed
         _, shape, stride, offset = packed
@@ -104,8 +104,8 @@ class GatheredSequence:
 
 
 def gather_input(module: nn.Module, group: Group, label: str, again: bool) -> None:
-    """Make a module's forward gather its first argument, this rank's part (batch seq/ranks d_model) of the sequence;
-    with `again`, a second time in backward instead of keeping it."""
+    """Make a module's forward gather its first argument, this rank's part (batch seq/ranks d_model) of the sequence.
+    With `again` backward gathers it a second time, and it is not kept."""
     under_way: list[Any] = []  # a context for each forward
 
     def before(module: nn.Module, args: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Tensor parallelism: the matrices of every layer are split over the ranks of a group, from outside the model.
+"""Tensor parallelism: split the matrices of every layer over the ranks of a group, without changes to the model's code.
 
     x ->  copy -> [ column parallel: some heads, or some of d_ff ] -> [ row parallel ] -> reduce -> + bias
 
-The first matrix is cut by its outputs and the second by its inputs, so that nothing is sent between them; the sum of
-the ranks' results is the layer's. That is one all-reduce forward and one backward for attention, and the same for the
-feed-forward (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3).
+The first matrix is split by its outputs and the second by its inputs, so that nothing is sent between them; the layer's
+result is the sum of the ranks' results. This costs one all-reduce in forward and one in backward for attention, and the
+same for the feed-forward (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3).
 
-Sequence parallelism keeps the residual stream between them, its norms and dropout, split along the sequence: reduce
-becomes a reduce-scatter and copy an all-gather, which together move as many bytes as the all-reduce, and each rank
-keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+Sequence parallelism also splits the residual stream, norms and dropout, which lie between these layers, along the
+sequence. Reduce becomes a reduce-scatter and copy an all-gather, which together move as many bytes as the all-reduce,
+and each rank keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ OF_VOCABULARY = ("embedding.tokens.weight", "bert_heads.bias", "head.weight")  #
 
 @dataclass
 class TensorParallel:
-    """A model that is split, and how: parameters keep their names in the whole model. `cut` maps names to the dimension
-    along which they are split. `partial` are parameters that are whole on every rank but whose gradient is a part of a
-    sum over the group: routers, biases of experts' second layers and, under sequence parallelism, whatever is computed
-    of this rank's tokens only."""
+    """A split model. Its parameters keep the names of the whole model; `cut` maps these names to the dimension along
+    which a parameter is split. `partial` names parameters that are whole on every rank, but of whose gradient each rank
+    has one term of a sum over the group: routers, biases of experts' second layers and, under sequence parallelism,
+    parameters that see this rank's tokens only."""
 
     model: TransformerLM
     group: Group
@@ -44,7 +44,7 @@ class TensorParallel:
     partial: set[str] = field(default_factory=set)
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Shape in the whole model of a parameter that has `shape` here."""
+        """Shape that a parameter with `shape` on this rank has in the whole model."""
         sizes = list(shape)
         if (dim := self.cut.get(name)) is not None:
             sizes[dim] = self.model.config.vocab_size if name in OF_VOCABULARY else sizes[dim] * self.group.size()
@@ -58,7 +58,7 @@ class TensorParallel:
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:
-        """Give a model built on the meta device its part of the values that the whole model has with this seed."""
+        """Fill a model on the meta device with this rank's part of the whole model's initial values for a seed."""
         self.model.to_empty(device=device)
         for name, parameter in self.model.named_parameters():
             shape = self.whole_shape(name, parameter.shape)
@@ -68,8 +68,8 @@ class TensorParallel:
 def tensor_parallel(
     model: TransformerLM, group: Group, sequence: bool = False, vocabulary_multiple: int = 1
 ) -> TensorParallel:
-    """Split a model, or a pipeline's stage, over a group, in place, beginning with the first rank's whole values. With
-    `sequence` the stream between layers is split along the sequence, too. The vocabulary is padded to a multiple of
+    """Split a model, or a pipeline's stage, over a group, in place. All ranks take the first rank's values. `sequence`
+    also splits the residual stream between layers, along the sequence. The vocabulary is padded to a multiple of
     `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads, d_ff
     or a vocabulary that do not divide, and for ranks whose models differ in structure."""
     config = model.config
@@ -98,7 +98,7 @@ def tensor_parallel(
 
 
 def _begin_alike(model: TransformerLM, group: Group) -> None:
-    """Give every rank the first one's values, unless there are none yet, as on the meta device."""
+    """Broadcast the first rank's values, unless there are none yet, as on the meta device."""
     tensors = {name: p for name, p in (*model.named_parameters(), *model.named_buffers()) if not p.is_meta}
     if tensors:
         require_equal("models", [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in tensors.items()], group)
@@ -129,9 +129,9 @@ def _split_columns(module: nn.Module, group: Group) -> None:
 
 
 def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
-    """Split the hidden width of a layer's experts. All ranks route alike, and each computes a part of every output, so
-    the layer's result is reduced once, not each choice's. The paths behind the layer's input differ by rank, so the
-    router's gradient is a part of a sum as well; the balancing loss, which all ranks compute alike, counts by parts."""
+    """Split the hidden width of a layer's experts. All ranks route alike, and each computes a term of every expert's
+    output, so only the layer's result is reduced. The router's gradient is also one term of a sum over the ranks. All
+    ranks compute the same balancing loss, so each adds its share of that loss only."""
     for name, linear in layer.experts.named_children():
         assert isinstance(linear, GroupedLinear)
         linear.weight = split(linear.weight, 2 if name == "down" else 1, group)
@@ -148,7 +148,7 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
 
 
 def _enter(module: nn.Module, group: Group, label: str, sequence: bool, again: bool = False) -> None:
-    """Bring a module's whole input to every rank."""
+    """Make a module's forward begin with the whole input on every rank."""
     if sequence:
         gather_input(module, group, label, again)
     else:
@@ -160,7 +160,7 @@ def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> N
     model.set_submodule("token_loss", VocabParallelLoss(model.config.vocab_size, plan.padded, group))
     model.fused_loss = False
     if model.bert_heads is not None:
-        # BERT's classifiers read the first token, and compute the same on every rank.
+        # BERT's classifiers read the first token, and every rank computes the same.
         if sequence:
             model.bert_heads.register_forward_pre_hook(lambda module, args: (pairs.gather(args[0], 1, group, "heads"),))
         model.bert_heads.bias = split(model.bert_heads.bias, 0, group, plan.padded)

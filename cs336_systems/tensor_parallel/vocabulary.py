@@ -1,5 +1,5 @@
-"""Vocabulary parallelism: each rank holds some rows of the embedding and computes the logits of its words only. The
-loss is computed from three numbers per token, so that no rank ever holds all logits.
+"""Vocabulary parallelism: each rank holds some rows of the embedding and computes the logits of its words only. For the
+loss the ranks exchange three numbers per token, so that no rank ever holds all logits.
 
 Rank r has the words [r n, (r + 1) n), n = padded vocabulary / ranks. Padding words have zero weights and are left out
 of the softmax. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.) Shapes are in einops order; the axis `part`
@@ -20,7 +20,7 @@ from cs336_systems.tensor_parallel.layers import split
 
 
 def check_words(words: Tensor, vocab_size: int, what: str) -> None:
-    """Raises UserError for a number outside the vocabulary, which a rank, or the padding, would silently accept."""
+    """Raises UserError for a number outside the vocabulary: all ranks, or a padding word, would accept it silently."""
     unknown = (words < 0) | (words >= vocab_size)
     if words.device.type == "cuda":  # without waiting for the device
         torch._assert_async(~unknown.any(), f"a {what} lies outside the vocabulary of {vocab_size}")
@@ -30,8 +30,8 @@ def check_words(words: Tensor, vocab_size: int, what: str) -> None:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of an embedding: tokens (batch seq) -> (batch seq d_model), the sum over the ranks, of which each looks up
-    its own words. Raises UserError for a token that is not in the vocabulary."""
+    """Embedding with this rank's words: tokens (batch seq) -> (batch seq d_model), summed over the ranks; a rank adds
+    zeros for other ranks' words. Raises UserError for a token that is not in the vocabulary."""
 
     def __init__(self, embedding: nn.Embedding, padded: int, group: Group) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """(softmax - one-hot) times the gradient of each loss; nothing is sent."""
+        """Compute (softmax - one-hot) times the gradient of each loss; nothing is sent."""
         softmax, local, foreign = ctx.saved_tensors
         result = softmax * gradient[:, None]
         mine = gradient.masked_fill(foreign, 0.0)[:, None]
@@ -80,9 +80,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss(nn.Module):
-    """`heads.TokenLoss` of logits (batch seq part) that are split over the ranks; equal on all of them. Raises
-    UserError for a target that is neither in the vocabulary nor IGNORED. The max reduction of the largest logit may
-    lose NaN, but the sum that follows does not."""
+    """Loss of `heads.TokenLoss`, of logits (batch seq part) that are split over ranks; equal on all of them. Raises
+    UserError for a target that is neither in the vocabulary nor IGNORED. The maximum of logits over ranks may lose a
+    NaN, but the sum that follows keeps it."""
 
     def __init__(self, vocab_size: int, padded: int, group: Group) -> None:
         super().__init__()

@@ -4,5 +4,5 @@ import sys
 
 from cs336_systems.host.load import wait_asleep
 
-if sys.argv[:1] == ["-m"]:  # Python looks for the command that it is to run
+if sys.argv[:1] == ["-m"]:  # Python is starting a command of this package, and torch is not imported yet
     wait_asleep()

@@ -38,12 +38,12 @@ from cs336_systems.train.run_state import seed_generators
 from cs336_systems.train.trainer import Trainer
 
 SAVE_SECONDS = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
-OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "nproc"}  # options that may differ
+OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "nproc"}  # may differ between ranks
 
 
 def require_one_recipe(recipe: Recipe, world: Group) -> None:
-    """Raises UserError on every rank, naming the first option that differs, if ranks that were started one by one were
-    given different options: different collectives would meet."""
+    """Raises UserError on every rank, with the first option that differs, if ranks were started with different options:
+    their collectives would not match."""
     mine = {name: str(value) for name, value in recipe.options().items() if name not in OF_A_MACHINE}
     first, *others = map(json.loads, agree("options", json.dumps(mine, allow_nan=False), world))
     for rank, theirs in enumerate(others, 1):
@@ -53,7 +53,7 @@ def require_one_recipe(recipe: Recipe, world: Group) -> None:
 
 
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
-    """Lines that say what is about to be trained, and on what."""
+    """Describe model, layout, text and hardware in some lines, before training."""
     recipe, config, layout = trainer.recipe, trainer.config, trainer.part.layout
     text = f"{with_edition(recipe.model.name, recipe.model.year)}{' (BERT)' if recipe.model.is_bert else ''}: "
     text += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
@@ -75,12 +75,12 @@ def introduce(trainer: Trainer, hardware: Hardware) -> str:
 
 def train(recipe: Recipe, place: Place | None = None) -> dict[str, Any]:
     """Run a recipe on every rank; rank 0 prints the outcome. Returns the log's last record. Ranks that torchrun has
-    started again (see their `place`) resume. Raises UserError for a run that cannot be made, or whose loss diverges."""
+    restarted (see `place`) resume. Raises UserError for a recipe that cannot be run, and for a loss that diverges."""
     place = place or find_place()
     world, device = default_group(), choose_device(recipe.launch.device)
     require_one_recipe(recipe, world)
-    seed_generators(recipe.run.seed, world.rank())  # for whoever draws: see run_state.py
-    # From the beginning, since a large model takes minutes to build and to read.
+    seed_generators(recipe.run.seed, world.rank())  # for user code, see run_state.py
+    # SIGTERM is caught from here on, since a large model takes minutes to build and to read.
     stopping = StopSignal(world, STEPS_AHEAD if device.type == "cuda" else 0, active=recipe.run.out is not None)
     with stopping, run_folder(recipe, world, restarted=place.attempt != "0") as resume:
         return _train(Trainer(recipe.change(resume=resume)), stopping, place.local_world_size)
@@ -101,15 +101,15 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
     with open_log(run.log_path, world, done, named=bool(run.log_file or run.out)) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
-        # Ranks of one machine share its cores on a CPU.
+        # On a CPU the ranks of one machine share its cores.
         share = machine.allowed_cores() / (torch.get_num_threads() * ranks_here) if device.type == "cpu" else 1.0
-        # FLOPs of microbatches, since the capacity of an expert is a group's.
+        # FLOPs are counted by microbatch, since an expert's capacity depends on it.
         flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)
         least_seconds = flops / (hardware.matmul_flops * world.size() * min(1.0, share))
         loop = Loop(trainer, log, say, peak, least_seconds, checkpoints, done)
         try:
             complete = loop.run(stopping)
-        except UserError:  # of all ranks: let a save beside training come to its end
+        except UserError:  # raised on all ranks: a background save can still end
             loop.finish_save()
             raise
         if not complete:
@@ -125,31 +125,31 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
 
 
 def usable_by_rank(recipe: Recipe, ranks: int) -> int:
-    """Bytes that each of so many ranks could use now; those on a CPU share its memory."""
+    """Bytes that each of `ranks` ranks could use now; ranks on a CPU share its memory."""
     if recipe.launch.device == "cpu" or not torch.cuda.device_count():
         return usable_memory(torch.device("cpu")) // ranks
-    # A child asks the GPU, since no rank could be forked from a process that has.
+    # A child process asks the GPU: after that, this process could not fork ranks any more.
     with ProcessPoolExecutor(1, get_context("fork")) as child:
         return child.submit(usable_memory, torch.device("cuda", find_place().local_rank)).result()
 
 
 def least_memory(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Bytes by part of a rank's share of the whole model's state: the fullest rank needs no less."""
+    """Lower bound of a rank's memory, in bytes by part: an equal share of the whole model's state."""
     parameters = sum(count_parameters(config).values()) // (layout.tp * layout.pp * layout.ep)
     width, state = (2, 12) if recipe.model.half else (4, 8)  # bytes a parameter
-    parts = {"parameters": (width, 3), "gradients": (width, 2), "optimizer state": (state, 1)}  # since which ZeRO stage
+    parts = {"parameters": (width, 3), "gradients": (width, 2), "optimizer state": (state, 1)}  # from which ZeRO stage
     shares = {part: size / (layout.data if layout.zero >= stage else 1) for part, (size, stage) in parts.items()}
     return {part: int(parameters * share) for part, share in shares.items()} | {"activations": 0}
 
 
 def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
-    """Raises UserError, saying what would fit, for a run that needs more than the `usable` bytes of a rank. A model
-    whose vocabulary the text decides is counted with the largest one."""
+    """Raises UserError, with settings that would fit, if the run needs more than a rank's `usable` bytes. If the text
+    determines the size of the vocabulary, the largest possible one counts."""
     config, layout = recipe.model_config(most_tokens(recipe)), recipe.layout(ranks)
     name, seq = recipe.model.name, recipe.seq(config)
 
     def needs(config: ModelConfig, batch: int, seq: int, mode: Mode = "step") -> dict[str, int]:
-        # To observe a huge model takes long, and is left out where the state alone does not fit.
+        # Observing a huge model takes long, so it is not done if the state alone does not fit.
         if sum((least := least_memory(recipe, config, layout)).values()) > usable:
             return least
         sized = replace(layout, micro_batch=batch, global_batch=batch * layout.rows * layout.microbatches)
@@ -162,7 +162,7 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
 
 
 def work(place: Place, recipe: Recipe) -> None:
-    """One rank's part. Raises UserError for a run that cannot be made."""
+    """Run one rank's part. Raises UserError for a recipe that cannot be run."""
     with distributed(choose_device(recipe.launch.device), recipe.launch.backend, recipe.launch.timeout, place):
         try:
             train(recipe, place)

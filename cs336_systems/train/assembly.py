@@ -1,19 +1,19 @@
 """A rank's part of a model that is laid out over a mesh, with its data-parallel wrappers and optimizers.
 
-Blocks are divided into pipeline stages, a stage's matrices are split over tensor-parallel ranks, its experts over
-expert-parallel ones, and ZeRO replicates or shards the rest over data-parallel ranks. Experts have a wrapper and an
-optimizer of their own, as they have fewer replicas than dense parameters: dp x cp ranks, not dp x ep x cp. In stage 3
-they are sharded as in stage 2: FSDP would gather again what expert parallelism has split.
+Pipeline stages divide the blocks. Tensor-parallel ranks split a stage's matrices, expert-parallel ranks its experts,
+and ZeRO replicates or shards all these over data-parallel ranks. Experts have a wrapper and an optimizer of their own,
+since they have fewer replicas than dense parameters: dp x cp ranks, not dp x ep x cp. In ZeRO stage 3 they are sharded
+as in stage 2, since FSDP would gather again the experts that expert parallelism has split.
 
-After the wrappers' synchronisation some sums remain, and the global norm counts every gradient once:
+After the wrappers' synchronisation some gradients must still be added up; the global norm counts each gradient once:
 
-    weights that are split               this rank's part: nothing to add, counts on every rank
-    partial (routers, sequence parallel) added over tp, then alike there: counts on tp rank 0
-    whole on every tp rank               alike: counts on tp rank 0
-    the tied embedding                   added over the first and last stage: counts on the first
-    experts of expert parallelism        different on each ep rank: count on every ep rank
+    weights that are split               each rank has its part; all ranks count
+    partial (routers, sequence parallel) added up over tp, then equal on its ranks; tp rank 0 counts
+    whole on every tp rank               equal on its ranks; tp rank 0 counts
+    the tied embedding                   added up over the first and last stage; the first counts
+    experts of expert parallelism        each ep rank has its own; all ep ranks count
 
-Context-parallel ranks have other tokens, as data-parallel ranks do, and the wrappers add up over both.
+Context-parallel ranks have different tokens, like data-parallel ranks, and the wrappers add up over both.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ from cs336_systems.zero import zero
 
 
 class Assembly:
-    """A rank's part of a model in the recipe's precision, without values on the meta device. Every rank must construct
-    it and call its methods. Raises UserError for a model that does not divide."""
+    """A rank's part of a model, in the recipe's precision; on the meta device it has no values. Every rank must
+    construct it and call its methods. Raises UserError for a model that does not divide."""
 
     def __init__(self, recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.layout = mesh, layout
@@ -56,13 +56,13 @@ class Assembly:
             self.plan.init_weights(recipe.run.seed, device)
         if recipe.model.half:
             model.to(torch.bfloat16 if recipe.model.precision == "bf16" else torch.float16)
-        # How many this rank computes with, whether data-parallel ranks keep shards of them or not.
+        # Number of parameters that this rank computes with, also if data-parallel ranks keep shards of them.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
         options, adamw = recipe.optimizer, MasterAdamW if recipe.model.half else AdamW
         settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
         settings["param_groups"] = partial(decay_groups, weight_decay=options.weight_decay)
-        # The tied embedding may be on two stages, on which its gradients must be cut alike.
+        # The tied embedding may be on two stages, which must shard its gradient in the same way.
         self.tied = config.tied_head and self.stage.has_first != self.stage.has_last
         apart = [model.get_parameter(TIED)] if self.tied else []
         experts = self.experts.experts()
@@ -72,16 +72,16 @@ class Assembly:
             wrapped.append(zero(experts, adamw, min(layout.zero, 2), mesh.replicas, **settings))
         self.wrappers = [wrapper for wrapper, _ in wrapped]
         self.optimizers = [optimizer for _, optimizer in wrapped]
-        # Those that a ShardedOptimizer runs on this rank's share, or the optimizers themselves.
+        # The optimizers that ShardedOptimizers run on this rank's share, or the optimizers themselves.
         self.inner_optimizers = [getattr(each, "inner", each) for each in self.optimizers]
 
     def pipeline(self, timer: Timer) -> Pipeline:
-        """The executor of the layout's schedule."""
+        """Make the executor of the layout's schedule."""
         split = self.layout.tp if self.layout.sequence else 1  # parts of a sequence between the blocks
         return Pipeline(self.stage, self.wrappers[0], self.mesh, self.layout.schedule, split, timer)
 
     def dropout_keys(self, seed: int, step: int, microbatches: list[Batch]) -> list[Tensor] | None:
-        """The keys of microbatches in a step, None for a model that draws nothing."""
+        """Make the microbatches' keys for a step; None for a model without random numbers."""
         config = self.stage.model.config
         if not (config.dropout or (config.num_experts and config.mixture.is_random)):
             return None
@@ -89,7 +89,7 @@ class Assembly:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate inside the block and are not synchronised."""
+        """Accumulate gradients inside the block, without synchronisation."""
         with ExitStack() as stack:
             for wrapper in self.wrappers:
                 stack.enter_context(wrapper.no_sync())
@@ -101,7 +101,7 @@ class Assembly:
             wrapper.finish_gradient_synchronization()
 
     def kept(self) -> dict[str, LocalGradient]:
-        """This rank's part of every parameter's gradient, by the name in the whole model."""
+        """Find this rank's part of every parameter's gradient, by the parameter's name in the whole model."""
         names = {parameter: name for name, parameter in self.stage.model.named_parameters()}
         return {names[each.parameter]: each for wrapper in self.wrappers for each in wrapper.kept_gradients()}
 
@@ -119,17 +119,17 @@ class Assembly:
                     gradient.copy_(total.view_as(gradient))
 
     def replicas(self, name: str) -> Group | None:
-        """The group of ranks, this one included, that stand for a part of a parameter; None if others do: of tensor-
-        parallel ranks with the same tensor the first does, and of a tied embedding the first stage."""
+        """Find the group of ranks with the same part of a parameter; None if other ranks count and save this part: the
+        first one of tensor-parallel ranks with the same tensor, and the first stage for a tied embedding."""
         duplicate = name not in self.plan.cut and self.mesh.tp.rank() > 0
         if duplicate or (name == TIED and not self.stage.has_first):
             return None
         return self.mesh.replicas if name in self.experts.names else self.mesh.data
 
     def norm(self) -> Tensor:
-        """The L2 norm of the whole model's gradient, a float64 scalar, equal on every rank; not finite if any gradient
-        of any rank is not. The host does not wait for the device."""
-        parts = [next(self.stage.parameters()).detach().new_empty(0)]  # which says the device where no gradient counts
+        """Compute the L2 norm of the whole model's gradient, a float64 scalar, equal on every rank. It is not finite if
+        any rank has a gradient that is not. The host does not wait for the device."""
+        parts = [next(self.stage.parameters()).detach().new_empty(0)]  # gives the device if no gradient counts
         for name, each in self.kept().items():
             replicas = self.replicas(name)
             if replicas is not None and (each.sharded or replicas.rank() == 0):

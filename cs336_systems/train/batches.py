@@ -15,25 +15,25 @@ from cs336_systems.data.corpus import Batch, Corpus, Documents
 from cs336_systems.data.tokenizer import tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
-LEARNED_PIECES = 4096  # of a WordPiece vocabulary for a model that has none of its own
-Rows = Callable[[int, int, int], Batch]  # of a batch by its number, for `rank` of `ranks` that read different rows
+LEARNED_PIECES = 4096  # size of a WordPiece vocabulary for a model without one of its own
+Rows = Callable[[int, int, int], Batch]  # (number of the batch, rank, ranks) -> that rank's rows of it
 
 
 class Batches(NamedTuple):
-    """Text as batches, each a function of the seed and its number."""
+    """Batches of a text. Each depends on the seed and its number only."""
 
     name: str
     sha256: str
-    tokens: int  # in the training text
+    tokens: int  # number of tokens in the training text
     vocab_size: int
-    targets: int | None  # in a global batch; None where that varies
+    targets: int | None  # number of targets in a global batch; None if it varies
     batch: Rows
-    validation: Rows | None  # of the text that is kept for evaluation, if there is any
+    validation: Rows | None  # batches of the text that is kept for evaluation, if there is any
 
 
 def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
-    """The batches of the recipe's objective, those of a decoder here: of text as bytes, or of random tokens, the target
-    is the next token, and the last tenth is kept for evaluation. Every rank must call this. Raises UserError."""
+    """Make the batches of the recipe's objective. For a decoder: text as bytes, or random tokens; targets are the next
+    tokens, and the last tenth is kept for evaluation. Every rank must call this. Raises UserError."""
     if recipe.model.is_bert:
         return bert_batches(recipe, rows, group)
     config = recipe.model_config()
@@ -58,15 +58,15 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
     sha256 = hashlib.sha256(whole.tokens.tobytes()).hexdigest()
-    targets = None if recipe.data.pack else rows * seq  # packed, a document's last token has none
+    targets = None if recipe.data.pack else rows * seq  # in packed rows a document's last token has no target
     return Batches(
         training.name, sha256, len(training.tokens), config.vocab_size, targets, reader(training), validation
     )
 
 
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
-    """Pairs of stretches of text with masked tokens. Documents are divided by `--split`; rank 0 makes the tokenizer,
-    perhaps from the text. Raises UserError on every rank."""
+    """Make BERT's batches: pairs of segments of text with masked tokens. `--split` divides the documents; rank 0 makes
+    the tokenizer, perhaps from the text. Raises UserError on every rank."""
     preset, data = recipe.model.preset.model, recipe.data
     learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
     largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
@@ -90,7 +90,7 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 
 
 def most_tokens(recipe: Recipe) -> int | None:
-    """An upper bound of the tokenizer's vocabulary, before any text is read; None for bytes."""
+    """Upper bound of the tokenizer's vocabulary, before any text is read; None for bytes."""
     if (file := recipe.data.vocab_file) is not None and file.is_file():
         return len(file.read_bytes().splitlines())
     return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None

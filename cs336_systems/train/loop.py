@@ -1,4 +1,4 @@
-"""The loop of a training run: steps, a log line and an evaluation now and then, checkpoints, and how it ends."""
+"""Loop of a training run: steps with log lines, evaluations and checkpoints at intervals, and the end on SIGTERM."""
 
 import math
 import signal
@@ -28,13 +28,13 @@ STEPS_AHEAD = 2  # steps by which a host may be ahead of its GPU
 
 
 class StopSignal:
-    """SIGTERM, as a scheduler sends it before it takes the machine away, caught inside the block if `active`: all ranks
-    stop after the same step. Another one, a second later or more, ends the process.
+    """Catches SIGTERM inside the block if `active`, as a scheduler sends it before it takes the machine away. All ranks
+    then stop after the same step. Another SIGTERM, a second later or more, ends the process.
 
-    A rank that gets the signal writes the step after which all are to stop into the store, where the others look after
-    every step. No rank may have passed it. After step k every rank has taken part in the gradient norm of step k, so
-    none can end step k + 1 before this rank begins it: they stop after k + 1. On a GPU the host runs ahead of that norm
-    by at most `STEPS_AHEAD` steps, which are added. A signal before the first step is agreed on when all are ready."""
+    A rank that gets the signal writes the last step into the store, where all ranks look after every step. No rank may
+    have passed this step. After step k every rank has taken part in the gradient norm of step k, so none can end step
+    k + 1 before this rank begins it: all stop after k + 1. On a GPU the host runs ahead of the norm by at most
+    `STEPS_AHEAD` steps, which are added. For a signal before the first step the ranks agree when all are ready."""
 
     def __init__(self, group: Group, ahead: int = 0, active: bool = True) -> None:
         self.group, self.ahead, self.active = group, ahead, active
@@ -49,7 +49,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         self.before = None
-        if self.active and threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if self.active and threading.current_thread() is threading.main_thread():  # only it may set handlers
             self.before = signal.signal(signal.SIGTERM, self._tell)
         return self
 
@@ -58,7 +58,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self.before)
 
     def after(self, step: int) -> bool:
-        """True, on every rank, if the run is to stop after this step (the first is 1). Every rank must call this."""
+        """True, on every rank, if the run must stop after this step (the first is 1). Every rank must call this."""
         if self.group.size() == 1 or not self.active:
             return self.told
         if self.told:
@@ -69,7 +69,7 @@ class StopSignal:
 
 @dataclass(eq=False)
 class Loop:
-    """The steps of a recipe that are left after the first `done`, with their log lines, evaluations and checkpoints."""
+    """Steps of a recipe after the first `done`, with their log lines, evaluations and checkpoints."""
 
     trainer: Trainer
     log: IO[str]
@@ -84,16 +84,16 @@ class Loop:
         self.unchecked: deque[tuple[int, Step]] = deque()
         self.saving: int | None = None  # the step of a save under way
         self.save_seconds = 0.0  # seconds that training has stood still for it
-        self.since: list[Step] = []  # the last log line
+        self.since: list[Step] = []  # steps since the last log line
         self.note = ""
 
     def run(self, stop: StopSignal) -> bool:
-        """Take the steps; returns False if SIGTERM ended them early, after a save of the state if there was a step.
-        Raises UserError for a loss or gradient that is no number, and a last checkpoint that cannot be written."""
+        """Take the steps; returns False if SIGTERM ended them early, after a save if a step was taken. Raises UserError
+        for an infinite or NaN loss or gradient, and for a last checkpoint that cannot be written."""
         run, steps = self.recipe.run, range(self.done + 1, self.recipe.run.steps + 1)
         expected, quiet = len(steps) * self.least_seconds, self.world.rank() > 0
         with console.progress("training", run.steps, expected, quiet, self.done) as advance:
-            # Who is late now must not seem slow in the first step.
+            # Start together: a rank that is late now must not seem slow in the first step.
             if any(agree("ready for the first step, or told to stop", "stop" if stop.told else "", self.world)):
                 steps = steps[:0]
             self.trainer.timers.reset()
@@ -102,11 +102,11 @@ class Loop:
                 step = self.trainer.step(number - 1)
                 self.since.append(step)
                 self.unchecked.append((number, step))
-                self._require_finite(stop.ahead)  # on a GPU of earlier steps, so that the host need not wait
+                self._require_finite(stop.ahead)  # on a GPU checks earlier steps, so that the host need not wait
                 last = stop.after(number) or number == run.steps
                 save = self.checkpoints is not None and (last or number % (run.save_every or math.inf) == 0)
-                if save or last or number % run.log_every == 0:  # a run goes on where a line ends
-                    self._require_finite()  # which names rank and step, as a mean over steps cannot
+                if save or last or number % run.log_every == 0:  # a resumed run begins with a new log line
+                    self._require_finite()  # names rank and step, which a mean over steps could not
                     self._report(number)
                 if number % (run.eval_interval or math.inf) == 0:
                     self._evaluate(number)
@@ -119,7 +119,7 @@ class Loop:
         return self.done >= run.steps
 
     def _save(self, number: int, last: bool) -> None:
-        """Save, or begin to with --background-save, unless steps in a row were left out: the weights may be ruined."""
+        """Save, or begin to with --background-save, unless the last steps were skipped: the weights may be ruined."""
         if self.trainer.overflows > 1:
             why = f"the last {self.trainer.overflows} gradients were inf or NaN; earlier checkpoints are as they were"
             write_line({"step": number, "save_failed": why}, self.log)
@@ -155,7 +155,7 @@ class Loop:
             write_line({"step": number, "saved": True, "save_seconds": self.save_seconds}, self.log)
 
     def _require_finite(self, ahead: int = 0) -> None:
-        """Check the gradient norm of all steps but the last ones. Raises UserError on every rank, naming the source."""
+        """Check gradient norms of all steps but the last `ahead`. Raises UserError, with the source, on every rank."""
         while len(self.unchecked) > ahead:
             number, step = self.unchecked.popleft()
             norm = step.norm.item()
@@ -169,7 +169,7 @@ class Loop:
 
     def _report(self, number: int) -> None:
         trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch
-        taken = [step for step in self.since if not step.skipped]  # an overflow's loss may be no number
+        taken = [step for step in self.since if not step.skipped]  # the loss of a skipped step may be NaN
         lm, pair = trainer.mean_losses(taken)
         norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
         if taken and not math.isfinite(lm + pair):  # although its gradient was

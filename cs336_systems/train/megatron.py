@@ -1,4 +1,4 @@
-"""A translator of Megatron-LM's option names, which are data in data/megatron.toml, into this project's options."""
+"""Translation of Megatron-LM's option names, which data/megatron.toml lists, into this project's options."""
 
 import tomllib
 from collections import deque
@@ -12,7 +12,7 @@ _DATA: dict[str, Any] = tomllib.loads((Path(__file__).parent / "data" / "megatro
 SHARED: str = _DATA["shared"]
 RENAMED: dict[str, str] = _DATA["model"] | _DATA["run"]
 FIXED, IGNORED, DEFAULTS, GPT = (_DATA[table] for table in ("fixed", "ignored", "defaults", "gpt"))
-# What --size replaces; REQUIRED is the part that Megatron asks for, with this project's names.
+# SHAPE lists options that --size replaces. REQUIRED maps those that Megatron requires to this project's names.
 REQUIRED = {"--num-layers": "--num-layers", "--hidden-size": "--d-model", "--num-attention-heads": "--num-heads"}
 SIZE, BATCH = ("--size", "--preset"), ("--batch-size", "--global-batch-size")
 WIDTH, HEADS = ("--d-model", "--hidden-size"), ("--num-heads", "--num-attention-heads")
@@ -20,7 +20,7 @@ SHAPE = (*REQUIRED, "--ffn-hidden-size", "--seq-length", "--encoder-seq-length",
 PARTS = {*(entry.rstrip("=") for entry in _DATA["model"]), "--rotary-base", "--kv-channels"}
 OF_GPT = {*_DATA["of_gpt"].split(), *PARTS, "--tokenizer-type"} - {"--rotary-base", "--kv-channels"}
 BERT_DATA = ("--vocab-file", "--split", "--mask-prob")
-WARMUP = {"--warmup-fraction": "--warmup-steps"}  # two units of one thing
+WARMUP = {"--warmup-fraction": "--warmup-steps"}  # two options for one setting
 
 _REASONS = {entry.rstrip("=*"): reason for reason, entries in IGNORED.items() for entry in entries.split()}
 _OURS = {entry.rstrip("=*"): ours for entry, ours in RENAMED.items()}
@@ -31,7 +31,7 @@ _ONLY_MEGATRON = _ENTRIES.keys() - {entry.rstrip("=") for entry in SHARED.split(
 
 
 class Option(NamedTuple):
-    """An option of a command line: its name, its values, and the tokens that this project's command is to see."""
+    """An option of a command line: its name, its values, and its words for this project's command."""
 
     name: str
     values: tuple[str, ...]
@@ -41,7 +41,7 @@ class Option(NamedTuple):
         return " ".join((self.name, *self.values))
 
     def whole(self, least: int = 1) -> int:
-        """The value as a whole number. Raises UserError if it is none or too small."""
+        """Convert the value to a whole number. Raises UserError if it is none or too small."""
         value = "".join(self.values[:1])
         if not value.removeprefix("-").isdecimal() or len(value) > 18:
             raise UserError(f"{self.name} takes a whole number, not {value!r}")
@@ -50,7 +50,7 @@ class Option(NamedTuple):
         return int(value)
 
 
-Line = dict[str, Option]  # a command line by names, of which the last one counts
+Line = dict[str, Option]  # a command line by names; of an option that is repeated, the last one counts
 
 
 def _either(line: Line, *names: str) -> Option | None:
@@ -58,12 +58,12 @@ def _either(line: Line, *names: str) -> Option | None:
 
 
 def _foreign(line: Line) -> bool:
-    """True if a name is Megatron-LM's alone. Launchers give every script its local rank."""
+    """True if an option is only Megatron-LM's. --local-rank does not count: launchers pass it to every script."""
     return any(name in _ONLY_MEGATRON and name != "--local-rank" for name in line)
 
 
 def _take_option(left: deque[str]) -> Option:
-    """Take one option and its values from the front. Raises UserError if it lacks its value, and for one of T5's."""
+    """Take one option and its values from the front. Raises UserError if a value is missing, and for T5's options."""
     typed, equals, inline = left.popleft().partition("=")
     name, words = typed.replace("_", "-"), list[str]()
     entry = _ENTRIES.get(name)
@@ -81,7 +81,7 @@ def _take_option(left: deque[str]) -> Option:
 
 
 def _plain(text: str) -> float | str:
-    """A number as such, so that 0.1 equals 1e-1."""
+    """Convert a number to float, so that 0.1 equals 1e-1; other text stays."""
     try:
         return float(text)
     except ValueError:
@@ -89,20 +89,20 @@ def _plain(text: str) -> float | str:
 
 
 def _weights(option: Option) -> tuple[str, ...]:
-    """The weights of `weight path weight path ...`; none of `path ...`."""
+    """Weights of `weight path weight path ...`; none if it is `path ...`."""
     weights = option.values[::2]
     return weights if len(option.values) % 2 == 0 and all(isinstance(_plain(each), float) for each in weights) else ()
 
 
 def _sign(option: Option) -> str:
-    """The objective of the one script that knows an option, if one alone does."""
+    """Objective of the script that an option belongs to, if it belongs to one only."""
     if option.name in _DATA["of_bert"].split() or str(option).startswith("--tokenizer-type BertWordPiece"):
         return "bert"
     return "lm" if option.name in OF_GPT and option.values not in (("LayerNorm",), ("learned_absolute",)) else ""
 
 
 def _objective(line: Line) -> str:
-    """The objective that is given, or of the script that is meant. Raises UserError for options of two scripts."""
+    """Objective that is given, or that of the script whose options are used. Raises UserError for options of two."""
     signs = {_sign(option): option for option in line.values()}
     if "--objective" in line:
         return "".join(line["--objective"].values)
@@ -112,7 +112,7 @@ def _objective(line: Line) -> str:
 
 
 def _words(option: Option, line: Line) -> list[str]:
-    """Our option and values that say the same. Raises UserError where they cannot be known."""
+    """Translate to this project's option and values. Raises UserError if they cannot be determined."""
     name, (ours, *fixed) = option.name, _OURS[option.name].split()
     if name in _DATA["choices"]:
         if (value := _DATA["choices"][name].get(option.values[0])) is None:
@@ -144,7 +144,7 @@ def _words(option: Option, line: Line) -> list[str]:
 
 
 def _reason(option: Option, line: Line) -> str | None:
-    """The reason why an option is ignored; None if it is not. Raises UserError for a model that is not here."""
+    """Reason why an option is ignored; None if it is not. Raises UserError for a model that does not exist here."""
     name, value, size, foreign = option.name, "".join(option.values[:1]), _either(line, *SIZE), _foreign(line)
     if size and (name in SHAPE or (foreign and name in PARTS)):
         return f"{size} sets the shape"
@@ -170,17 +170,17 @@ def _reason(option: Option, line: Line) -> str | None:
 
 
 def _added(line: Line, translated: dict[str, list[str]]) -> dict[str, str]:
-    """Options that Megatron takes for granted and this project does not: of interleaving, and of its two scripts."""
+    """Options that are defaults of Megatron, but not of this project: for interleaving, and for its two scripts."""
     added = {"--schedule": "interleaved"} if translated.get("--chunks", ["--chunks", "1"])[1] != "1" else {}
     if _foreign(line) and any(name in line for name in (*SHAPE, *BERT_DATA)):
         added["--objective"] = objective = _objective(line)
         if "--vocab-file" in line and objective == "bert":
             added["--tokenizer"] = "wordpiece"
         if (width := _either(line, *WIDTH)) and not _either(line, *SIZE):
-            # As Megatron, whose gated feed-forward has as many weights as the plain one.
+            # As in Megatron, where a gated feed-forward has as many weights as the plain one.
             added["--d-ff"] = str(width.whole() * 8 // 192 * 64 if "--swiglu" in line else 4 * width.whole())
             added |= GPT if objective == "lm" else {}
-        # The horizon is that of the run that was meant, also when --steps cuts it short.
+        # The decay ends with the whole run, also if --steps cuts it short.
         if meant := _either(line, "--train-iters", "--train-samples"):
             added["--decay-steps"] = _words(meant, line)[1]
         added |= DEFAULTS
@@ -189,7 +189,7 @@ def _added(line: Line, translated: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _partly_ignored(line: Line, translated: Mapping[str, list[str]], added: Mapping[str, str]) -> list[str]:
-    """Notes on options of which this project takes a part, and on a guess."""
+    """Notes on options that are partly ignored, and on a guess of the objective."""
     notes = []
     if "--data" in translated and "--data-path" in line and (weights := _weights(line["--data-path"])):
         notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
@@ -204,21 +204,21 @@ def _partly_ignored(line: Line, translated: Mapping[str, list[str]], added: Mapp
 
 
 def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Translate a command line in Megatron-LM's names, this project's or both: (its words here, notes of changes).
-    Own names win over Megatron's wherever they stand, and `--size` over a shape. Where Megatron's names describe a
-    model, objective and defaults of its pretrain_bert.py or pretrain_gpt.py come along. Unknown tokens stay. Raises
-    UserError for a missing value, options that contradict each other, a missing number, and models not here."""
+    """Translate a command line in Megatron-LM's names, this project's or both: (words for this project, notes of
+    changes). This project's names win over Megatron's in any order, and `--size` wins over a shape. If Megatron's names
+    describe a model, objective and defaults of its pretrain_bert.py or pretrain_gpt.py are added. Unknown words stay.
+    Raises UserError for a missing value or number, options that contradict each other, and models that do not exist."""
     left, options = deque(arguments), list[Option]()
     while left and left[0] != "--":
         options.append(_take_option(left))
     line: Line = {option.name: option for option in options}
     given = [line[name] for name in SHAPE[1:4] if name in line]
     missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
-    if given and missing and not _either(line, *SIZE):  # half a shape would change a preset that nobody named
+    if given and missing and not _either(line, *SIZE):  # half a shape would change the default preset
         raise UserError(f"{given[0]} is part of a shape; give {' and '.join(missing)} as well, or --size NAME alone")
     own = {WARMUP.get(name, name): option for name, option in reversed(line.items())}
     tokens, ignored, replaced = list[str](), dict[str, list[str]](), list[str]()
-    first, translated = dict[str, Option](), dict[str, list[str]]()  # by our option: whose it is, and its tokens
+    first, translated = dict[str, Option](), dict[str, list[str]]()  # by our option: the original, and our words
     for option in options:
         ours = _OURS.get(option.name, "").split(" ")[0]
         subject = WARMUP.get(ours, ours)

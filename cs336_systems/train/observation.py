@@ -1,7 +1,7 @@
-"""One rank's step of a layout, observed, and the tables of a dry run: the library runs alone, on the meta device.
+"""Observe one rank's step of a layout, and make the tables of a dry run: one process runs it on the meta device.
 
-Nothing is sent and no number is computed, so that a rank of 256 takes seconds. Everything else is what training does:
-the parts of `Assembly`, the schedule, the hooks, the verbs. An expert layer's router counts as balanced."""
+Nothing is sent and no number is computed, so one rank of 256 takes seconds. All else is as in training: `Assembly`, the
+schedule, the hooks, the verbs. An expert layer's router is assumed to be balanced."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from cs336_systems.schedule.simulation import LEGEND, SPLIT_LEGEND
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
-PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
+PHASES = ("forward", "backward", "after")  # of the microbatches, and the rest of the step
 KINDS = ("bucket", "buffer", "replicated")
 OF_CONTEXT = ("keys and values", "gradient of keys and values", "heads back", "heads")
 LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
@@ -35,9 +35,9 @@ AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"
 
 
 def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, most: int = 4) -> Observation:
-    """One optimizer step, not the first, of a rank. From the second round of a pipeline's stages on each adds the same,
-    so that of more than `most` rounds two and three are run and the rest is added. Raises UserError for a layout that
-    does not divide."""
+    """Observe one optimizer step, not the first, of a rank. From the second on, each round of pp microbatches adds the
+    same. So for more than `most` rounds, steps of two and of three rounds are run, and their difference is added for
+    each further one. Raises UserError for a layout that does not divide."""
     pp, m = layout.pp, layout.microbatches
     if m > most * pp:
         sizes = (rounds * pp * layout.micro_batch * layout.rows for rounds in (2, 3))
@@ -54,14 +54,14 @@ def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, 
 
 
 def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0) -> Counter[Transfer]:
-    """The transfers alone of one step, which takes less time than `observe`."""
+    """Observe only the transfers of one step, which takes less time than `observe`."""
     with observed_rank(recipe, config, layout, rank) as step:
         return step.run(layout.microbatches)
 
 
 @contextmanager
 def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int) -> Iterator["RankStep"]:
-    """Be a rank of a layout."""
+    """Imitate a rank of a layout; yields its step."""
     layout.check(config, recipe.seq(config))
     with fake_ranks(rank, layout.ranks), Observer() as seen:
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.cp, layout.dp)
@@ -70,13 +70,13 @@ def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int
 
 
 class RankStep:
-    """A step of an assembly on `seq` tokens of a sequence, whose phases the pipeline's timers tell apart."""
+    """Step of an assembly on `seq` tokens of each sequence; the pipeline's timers mark its phases."""
 
     def __init__(self, part: Assembly, seen: Observer, seq: int) -> None:
         self.part, self.seen, self.seq, self.pipeline = part, seen, seq, part.pipeline(self.timer)
 
     def run(self, count: int) -> Counter[Transfer]:
-        """Take a step of so many microbatches; returns what it sends."""
+        """Take a step of `count` microbatches; returns its transfers."""
         part, rows = self.part, count * self.part.layout.micro_batch
         device = next(part.stage.parameters()).device
         tokens = torch.zeros((rows, self.seq), dtype=torch.int64, device=device)
@@ -105,7 +105,7 @@ class RankStep:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """A part of the pipeline's work under the timer's name."""
+        """Count a part of the pipeline's work under the timer's name."""
         phase = name.removesuffix("-compute") if name.endswith("-compute") else "after"
         self._begin(phase)
         yield
@@ -114,13 +114,13 @@ class RankStep:
         self._begin("after")
 
     def _begin(self, phase: str) -> None:
-        """Begin a phase, after counting what the phase before has sent; a group of one sends nothing."""
+        """Count the transfers of the phase before, and begin a phase; a group of one sends nothing."""
         sent = (event for event in self.events[self.counted :] if event.ranks > 1)
         self.traffic.update(transfer(event, self.phase, self.part.mesh) for event in sent)
         self.counted, self.phase, self.seen.counts = len(self.events), phase, self.counts[phase]
 
     def live_activations(self) -> int:
-        """Bytes that are alive and no gradient."""
+        """Bytes of live storages, except gradients."""
         gradients = {self.seen.storage(p.grad) for p in self.part.stage.parameters() if p.grad is not None}
         return self.seen.live - sum(each.nbytes for each in gradients)
 
@@ -149,8 +149,8 @@ class RankStep:
 
 
 def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
-    """An event, with the axis of the mesh along which it went and what it was for: its label without numbers and
-    names. Of axes with the same ranks the purpose says which it is."""
+    """Convert an event to a transfer: its axis of the mesh, and its purpose, which is the label without numbers and
+    names. Of several axes with the same ranks the purpose decides."""
     message = event.verb in ("send", "receive")
     what = event.label.split(" of microbatch")[0] if message else event.label
     what = next((kind for kind in KINDS if what.startswith(f"{kind} ")), what)
@@ -166,7 +166,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
-    """Report to print: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
+    """Make a report: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
     config, layout = recipe.model_config(), recipe.layout(ranks)
     seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]
@@ -187,14 +187,14 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
 
 
 def fullest(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Bytes by part at the fullest moment of the rank that needs most: of the first stage, which keeps most
-    microbatches, or the last, which has the logits."""
+    """Peak memory by part, in bytes, of the rank that needs most: one of the first stage, which keeps most
+    microbatches, or of the last, which has the logits."""
     peaks = (observe(recipe, config, layout, stage * layout.tp * layout.data).peak for stage in {0, layout.pp - 1})
     return max(peaks, key=lambda peak: sum(peak.values()))
 
 
 def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Sequence[Observation]) -> Table:
-    """Parameters and memory of a rank of each stage; the first data-parallel rank has most."""
+    """Make the table of parameters and memory of a rank of each stage; the first data-parallel rank has most."""
     note = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}" + f" x ep {layout.ep}" * bool(config.num_experts)
     note += f" x cp {layout.cp} ({layout.cp_type})" * (layout.cp > 1)
     note += f", ZeRO stage {layout.zero}, {recipe.model.precision}, {config.vocab_size:,} words. "
@@ -212,7 +212,7 @@ def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Se
 
 
 def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
-    """The collectives and messages of a step of each stage's rank, by axis of the mesh and verb."""
+    """Make the table of collectives and messages of a step on a rank of each stage, by axis of the mesh and verb."""
     rows = []
     for stage, seen in enumerate(stages):
         calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
@@ -231,8 +231,8 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
 
 
 def microbatch_flops(recipe: Recipe, config: ModelConfig, rows: int) -> tuple[int, int]:
-    """(model, hardware) FLOPs of a microbatch of `rows` sequences in one process: what the model asks for, three times
-    its forward, and what is computed, with what backward repeats and with experts' empty slots and one-hot products."""
+    """Count FLOPs of a microbatch of `rows` sequences in one process: (model, hardware). The model's are three times
+    its forward. The hardware's add recomputation in backward, experts' empty slots and one-hot products."""
     alone = Layout(micro_batch=rows, global_batch=rows)
     work = observe(recipe, config, alone).work
     hardware = model = work["forward"].flops + work["backward"].flops

@@ -23,17 +23,17 @@ NOT_NEGATIVE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1)
 MEMORY = click.FloatRange(0, 1, max_open=True)
 YEARS = f"{presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}"
-MIXTURE = {"moe": "dispatch", "second_expert": "second_policy", "normalize_gates": "normalize"}  # the rest are alike
+MIXTURE = {"moe": "dispatch", "second_expert": "second_policy", "normalize_gates": "normalize"}  # others: equal names
 
 
 def of_preset(help: str, type: Any = None, **option: Any) -> Any:
-    """An option whose default, None, is the preset's value."""
+    """Define an option whose default, None, is the preset's value."""
     return setting(None, f"{help}  [default: the preset's]", type, **option)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model: a preset and what is changed in it, its precision, and what backward recomputes."""
+    """Model: a preset and changes to it, the precision, and the activations that backward recomputes."""
 
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
     year: int = setting(presets.DEFAULT_YEAR, f"Edition of the course that the size is from, {YEARS}.")
@@ -60,13 +60,13 @@ class ModelOptions:
 
     @property
     def preset(self) -> presets.Preset:
-        """The named preset; without a name BERT-345M for a BERT whose shape is given by hand, and tiny otherwise."""
+        """Named preset. Without a name: BERT-345M for a BERT whose shape is given in options, else tiny."""
         by_hand = self.objective == "bert" and self.d_model is not None
         return presets.preset(self.size or ("bert-345m" if by_hand else "tiny"), self.year)
 
     @property
     def name(self) -> str:
-        """The model's name in messages and logs."""
+        """Name of the model in messages and logs."""
         shape = f"{self.num_layers} layers x {self.d_model}" if self.d_model and self.num_layers else ""
         return self.size or shape or ("tiny" if self.num_layers is self.d_model is None else "a changed tiny")
 
@@ -83,7 +83,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Expert layers, by our names and fairseq's."""
+    """Expert layers, by this project's names and fairseq's."""
 
     num_experts: int | None = of_preset("Experts per expert layer; 0: none.", NATURAL, also=("--moe-expert-count",))
     expert_every: int | None = of_preset("Every k-th layer has experts.", COUNT, also=("--moe-freq",))
@@ -110,7 +110,7 @@ class ExpertOptions:
     expert_gradient: presets.ExpertGradient | None = of_preset("Experts' gradients: exact, or times sqrt(ranks).")
 
     def with_experts(self, config: presets.ModelConfig) -> presets.ModelConfig:
-        """Change a model's experts. Raises UserError for experts that cannot be, and for options without experts."""
+        """Change a model's experts. Raises UserError for invalid settings, and for these options without experts."""
         values = ((each, getattr(self, each.name)) for each in fields(ExpertOptions))
         given = {each.name: value for each, value in values if value != each.default}
         about = [name for name in given if name != "num_experts"]
@@ -130,7 +130,7 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The text, its tokens, and how many of them make a step."""
+    """Text, tokenizer, and the number of tokens in a step."""
 
     data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
     split: str = setting(DEFAULT_SPLIT, "BERT: weights of training, validation and test documents.")
@@ -168,7 +168,7 @@ class OptimizerOptions:
     on_nonfinite: Literal["stop", "skip"] = setting("stop", "On inf or NaN, stop, or skip the step (fp16 skips).")
 
     def learning_rate(self, update: int) -> float:
-        """Learning rate of an optimizer update, counted from 0. Raises UserError for a schedule that cannot be."""
+        """Learning rate of an optimizer update, counted from 0. Raises UserError for an invalid schedule."""
         share, least = self.warmup_fraction, self.lr / 10 if self.min_lr is None else self.min_lr
         if not (math.isfinite(self.lr) and least <= self.lr):
             raise UserError(f"--lr {self.lr:g} with --min-lr {least:g}: a finite rate that falls is meant")
@@ -194,17 +194,17 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         if self.schedule == "zbv" and self.chunks == 1:
-            object.__setattr__(self, "chunks", 2)  # all that it can have
+            object.__setattr__(self, "chunks", 2)  # the only number that zbv can have
 
     @property
     def schedule_name(self) -> str:
-        """The schedule asked for, or the one that suits the chunks."""
+        """Name of the given schedule, or of the default for this number of chunks."""
         return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Ranks to start, the device, and how ranks communicate."""
+    """Ranks to start, their device, and their communication."""
 
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
@@ -215,7 +215,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The length of a run, its seed, evaluation, sample, log, and the folder of its checkpoints."""
+    """Length of a run, its seed, evaluation, sample, log, and the folder of its checkpoints."""
 
     steps: int = setting(300, "Optimizer steps in all, including those before --resume.", COUNT)
     seed: int = setting(0, "Random seed of weights, batches and sample.", click.IntRange(0, 2**32 - 1))

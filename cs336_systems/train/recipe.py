@@ -1,4 +1,4 @@
-"""The recipe: all options of a training run in groups, what follows from several of them, and which do not go together.
+"""Recipe: all options of a training run in groups, values that follow from several of them, and checks of combinations.
 
 recipe = Recipe.of(size="tiny", tp=2, lr=1e-3)      from options by name, as the command line and a log have them
 recipe.parallel.tp, recipe.optimizer.lr             the same in groups
@@ -18,7 +18,7 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule.lists import SPLIT
 from cs336_systems.train import options
 
-# What makes a decoder's shape BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
+# Settings that turn a decoder's shape into BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
 ENCODER: dict[str, Any] = {"causal": False, "positions": "learned", "token_types": 2, "bias": True}
 ENCODER |= {"norm": "layernorm", "feed_forward": "gelu", "tied_head": True, "bert_heads": True, "kernels": "torch"}
 # Options that are fields of the model's configuration.
@@ -39,7 +39,7 @@ class Recipe:
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """The recipe with these options, by the names of the command line."""
+        """Make the recipe with these options, by the names of the command line."""
         return cls().change(**options)
 
     def change(self, **options: Any) -> Self:
@@ -54,16 +54,16 @@ class Recipe:
         return replace(self, **{group: replace(getattr(self, group), **new) for group, new in groups.items()})
 
     def options(self) -> dict[str, Any]:
-        """Every option's value by name, without groups: the form of the command line."""
+        """Values of all options by name, without groups, as the command line has them."""
         return {name: getattr(getattr(self, group), name) for name, group in OPTIONS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The options as JSON, for logs and checkpoints."""
+        """Convert the options to JSON, for logs and checkpoints."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in self.options().items()}
 
     def model_config(self, tokens: int | None = None) -> ModelConfig:
-        """The preset with this recipe's changes; `tokens` is the tokenizer's vocabulary, for a model that has none of
-        its own. Raises UserError for a model that cannot be."""
+        """Make the model's configuration: the preset with this recipe's changes. `tokens` is the tokenizer's number of
+        tokens, for a model without a vocabulary of its own. Raises UserError for settings that do not go together."""
         model, base = self.model, self.model.preset.model
         if not model.is_bert and not base.causal:
             raise UserError(f"{model.name} is an encoder, which cannot predict the next token; use --objective bert")
@@ -85,14 +85,14 @@ class Recipe:
         return self.experts.with_experts(config)
 
     def seq(self, config: ModelConfig) -> int:
-        """Tokens in a sequence. Raises UserError for more than the model has positions."""
+        """Number of tokens in a sequence. Raises UserError for more than the model has positions."""
         context = self.data.context
         if context and context > config.context_length:
             raise UserError(f"--context {context} exceeds the model's {config.context_length} positions")
         return context or config.context_length
 
     def loss_scaler(self) -> LossScaler:
-        """The scale that keeps fp16's gradients in range, else 1. Raises UserError for a scale that cannot be."""
+        """Make the loss scaler, which keeps fp16's gradients in range; else of scale 1. Raises UserError if invalid."""
         own = self.optimizer
         if self.model.precision != "fp16":
             return LossScaler()
@@ -101,14 +101,14 @@ class Recipe:
         return DynamicLossScaler(own.initial_loss_scale, own.loss_scale_window, own.hysteresis, own.min_loss_scale)
 
     def layout(self, ranks: int) -> Layout:
-        """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
+        """Make the recipe's layout over `ranks` ranks. Raises UserError if the degrees do not divide them."""
         parallel, micro_batch = self.parallel, self.data.micro_batch_size
         sizes = mesh_sizes(ranks, parallel.tp, parallel.pp, parallel.ep, parallel.cp, parallel.dp)
         data = sizes["dp"] * sizes["ep"]
         batch = self.data.batch_size or (micro_batch * data if micro_batch else self.model.preset.batch_size)
         if micro_batch is None:
             most = batch // data if parallel.pp == 1 else max(1, batch // data // (4 * parallel.pp))
-            # Interleaved, so many microbatches pass in turn.
+            # The interleaved schedule needs a multiple of so many microbatches.
             in_turn = parallel.pp if parallel.chunks > 1 and parallel.schedule_name == "interleaved" else 1
             micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
         return Layout(
@@ -118,8 +118,8 @@ class Recipe:
         )  # fmt: skip
 
     def check(self, config: ModelConfig, ranks: int) -> None:
-        """Raises UserError, with the numbers, before anything is built: for options that mean nothing without a folder,
-        a learning rate that cannot be, and a layout that does not divide."""
+        """Check the recipe before anything is built. Raises UserError, with the numbers, for options that need a
+        folder, an invalid learning rate, and a layout that does not divide."""
         for name in ("save_every", "resume", "background_save"):
             if self.run.out is None and getattr(self.run, name):
                 raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, its checkpoints, and the settings that must be equal for a run to go on there."""
+"""A run's folder: its lock, its checkpoints, and the settings that must be equal to resume a run there."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState, random_pieces, restore_random
 from cs336_systems.train.trainer import Trainer
 
-# How a model is computed may change, what it is may not.
+# Settings of the model's configuration that a resumed run may change: they change rounding only.
 IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
 ROUTED = "rows routed together"
 BERT_DATA = ("mask_prob", "short_seq_prob", "split")
@@ -31,19 +31,19 @@ BERT_DATA = ("mask_prob", "short_seq_prob", "split")
 
 @contextmanager
 def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
-    """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
+    """Lock the run's folder, if it has one; yields True if the run must resume from a checkpoint. Every rank enters.
     Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
-    rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume."""
+    rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run resumes."""
     out, checkpoints = recipe.run.out, recipe.run.checkpoints
 
     def enter() -> bool:
         if out is None:
             return recipe.run.resume
         lock, parent = held.enter_context(disk.locked(out)), os.getppid()
-        launcher = f"started by {parent} of {process(parent)[1]}"  # a number alone may come again
+        launcher = f"started by {parent} of {process(parent)[1]}"  # process numbers are reused
         resume = recipe.run.resume or (restarted and lock.read().strip().endswith(launcher))
         with os_errors(f"use {checkpoints}", other := "name another folder with --out DIR"):
-            disk.make_folder(checkpoints)  # what stands in the way is better known now than at the first save
+            disk.make_folder(checkpoints)  # now, so that a problem shows before the first save
             disk.clean(checkpoints)
             if (found := disk.list_checkpoints(checkpoints)) and not resume:
                 problem = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
@@ -58,7 +58,7 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
-    """Settings and facts that decide what is learned, in any layout, by the name that a message gives them."""
+    """Settings and facts that determine the trained weights, in any layout, by their names in messages."""
     recipe, shape = trainer.recipe, asdict(trainer.config)
     facts: dict[str, Any] = {f"the model's {name}": shape[name] for name in shape if name not in IMPLEMENTATION}
     facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
@@ -68,7 +68,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def computed(trainer: Trainer) -> dict[str, Any]:
-    """Settings that change only the rounding: layout and implementation, by the name that a message gives them."""
+    """Settings that change only the rounding (layout and implementation), by their names in messages."""
     parallel, device = trainer.recipe.parallel, trainer.device
     found: dict[str, Any] = {"layout": str(trainer.mesh) or "1 rank", "--zero": parallel.zero}
     found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": parallel.chunks}
@@ -80,8 +80,8 @@ def computed(trainer: Trainer) -> dict[str, Any]:
 
 
 def routed_together(trainer: Trainer) -> str:
-    """Rows over which expert layers balance, or share a capacity, if what is learned depends on them; else empty. Of a
-    split sequence each rank routes its own part."""
+    """Describe the rows over which expert layers balance or share a capacity; empty if training does not depend on it.
+    With context parallelism each rank routes its own part of a sequence."""
     mixture, rows, ranks = trainer.config.mixture, trainer.micro_batch, trainer.data_rank[1]
     split = f" / {trainer.mesh.cp.size()}" if trainer.mesh.cp.size() > 1 else ""
     if not trainer.config.num_experts or not (mixture.aux_weight or mixture.capacity_factor):
@@ -93,7 +93,7 @@ def routed_together(trainer: Trainer) -> str:
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Raises RefusedError unless a checkpoint's JSON state is one that `RunCheckpoints.save` writes."""
+    """Raises RefusedError unless a checkpoint's JSON state has the form that `RunCheckpoints.save` writes."""
     state, step = checkpoint.state, checkpoint.step
     for name in ("identity", "trainer", "recipe", "computed"):
         require(isinstance(state.get(name), dict), f"it does not say what run it is of: its state has no {name}")
@@ -118,7 +118,7 @@ class RunCheckpoints:
         self.saver = Saver(self.folder, self.world, run.keep, run.background_save)
 
     def save(self, step: int) -> None:
-        """Save the state after a step, or begin to: `saver.finish` waits. Raises SaveError, also of an earlier save."""
+        """Save the state after a step, or begin to; `saver.finish` waits. Raises SaveError, also of an earlier save."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
         counts = {"skipped": trainer.skipped, "scaler": trainer.scaler.state_dict()}
@@ -127,7 +127,7 @@ class RunCheckpoints:
         self.saver.start(step, pieces + random, scalars | more, state)
 
     def restore(self) -> int:
-        """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
+        """Restore the newest checkpoint that is whole; returns the number of steps done, 0 without any checkpoint.
         Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused."""
         checkpoint = open_newest(self.folder, self.world, self._check, self.say)
         if checkpoint is None:
@@ -135,19 +135,19 @@ class RunCheckpoints:
             return 0
         self.state.restore(checkpoint)
         saved, scaler = checkpoint.state["trainer"], self.trainer.scaler
-        # Earlier versions counted overflows. Other keys: --loss-scale was given or taken back since.
+        # Earlier versions counted overflows. Other keys differ if --loss-scale was added or removed since.
         if saved["scaler"].keys() - {"overflows"} == scaler.state_dict().keys():
             scaler.load_state_dict(saved["scaler"])
-        self.trainer.skipped = saved["skipped"]  # not how many in a row: what follows may be done otherwise
+        self.trainer.skipped = saved["skipped"]  # but not overflows in a row: settings may have changed
         restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
         return checkpoint.step
 
     def _check(self, checkpoint: Checkpoint) -> None:
-        """Raises RefusedError for a checkpoint that cannot be used, and UserError if it is of another run: an older
-        checkpoint there would be, too."""
+        """Raises RefusedError for a checkpoint that cannot be used. Raises UserError for one of another run, since
+        older checkpoints there are of that run, too."""
         check_state(checkpoint)
-        # Earlier versions knew no packing.
+        # Earlier versions had no packing.
         saved, mine = {"--pack": False} | checkpoint.state["identity"], identity(self.trainer)
         if differing := _differing(saved, mine, "{} was {} there and is {} now"):
             problem = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
@@ -156,33 +156,33 @@ class RunCheckpoints:
         restore_random(checkpoint, self.world.rank(), self.trainer.device, spare=True)
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
-        """Say where the run goes on, whether exactly, and which settings have changed."""
+        """Report the step at which the run resumes, whether bit for bit, and which settings have changed."""
         then, now = checkpoint.state["computed"], computed(self.trainer)
         routed = now.pop(ROUTED)
-        if "1 rank" in (then["layout"], now["layout"]):  # for which nothing was, or is, moved
+        if "1 rank" in (then["layout"], now["layout"]):  # one rank sends nothing, so its backend does not matter
             now["backend"] = then["backend"]
         other = _differing(then, now, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         before = {flag(name): value for name, value in checkpoint.state["recipe"].items()}
         options = {flag(name): value for name, value in asdict(self.trainer.recipe.optimizer).items()}
         changed = _differing(before, options, "{} {} -> {}")
-        if then.get(ROUTED, routed) != routed:  # earlier versions did not say
+        if then.get(ROUTED, routed) != routed:  # earlier versions did not save it
             keep = "--micro-batch-size and, with --aux-scope global, number of data-parallel ranks"
             changed.append(f"{ROUTED} {then[ROUTED]} -> {routed} (kept by the same {keep})")
-        if changed:  # what was learned so far is the same, what will be is not
+        if changed:  # the saved state is the same, but the next steps differ
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
         self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")
 
 
 def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[str]:
-    """The text with the name and both values of each setting that is another one now."""
+    """Fill the text with the name and both values of each setting that has changed."""
     now = json.loads(json.dumps(mine, allow_nan=False))  # as from a file: a tuple becomes a list
     return [text.format(name, saved.get(name), now[name]) for name in now if saved.get(name) != now[name]]
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
-    """Begin with the parameters of a plain safetensors file. Every rank must call this. Raises UserError, on every
-    rank, for those of another model, of which one stage alone may know."""
+    """Load the parameters of a plain safetensors file. Every rank must call this. Raises UserError, on every rank, if
+    they are of another model, even if only one stage notices it."""
     state, opened = RunState(trainer), list[Checkpoint]()
 
     def check() -> None:

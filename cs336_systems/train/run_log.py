@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines in a file, with a sample of text at the end, and Megatron-LM's line for people."""
+"""Log of a run: JSON lines in a file, with a sample of text at the end, and lines in Megatron-LM's form for people."""
 
 import fcntl
 import json
@@ -24,15 +24,15 @@ from cs336_systems.host.console import format_bytes, format_seconds, os_errors
 from cs336_systems.host.machine import PeakMemory, environment
 from cs336_systems.train.trainer import Trainer
 
-TEMPERATURE = 0.8  # of a sample
+TEMPERATURE = 0.8  # of the softmax from which a sample is drawn
 
 
 @contextmanager
 def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Iterator[IO[str]]:
-    """Rank 0's log file, its folders made, for this run alone; nowhere on other ranks. Every rank must enter. A run
-    that goes on after `done` steps appends to it, less what was written of later steps, which will be taken again.
-    Raises UserError, on every rank, where it cannot be written. While another run has the file, it is an error if the
-    user `named` it, and else this run's gets a number."""
+    """Open the log file on rank 0, for this run alone, and make its folders; other ranks write to nowhere. Every rank
+    must enter. A run that goes on after `done` steps appends, after removing lines of later steps, which it will take
+    again. If another run has the file, this raises UserError if the user `named` it; otherwise this run's name gets a
+    number. Also raises UserError, on every rank, if it cannot be written."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:
@@ -45,10 +45,10 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
                 log.truncate(0)
                 return
             draft = path.with_name(f".{path.name}")
-            if draft.is_symlink():  # whose target, any file, would be overwritten
+            if draft.is_symlink():  # writing would overwrite its target, any file
                 raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
             draft.write_text(_up_to(path.read_text(errors="replace"), done))
-            draft.replace(path)  # a log of many hours is never half there
+            draft.replace(path)  # in one step, so that a log of many hours is never lost
             opened.append(_locked(path, named))
 
     try:
@@ -61,12 +61,12 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
 
 
 def _locked(path: Path, named: bool) -> IO[str]:
-    """The file to append to, for as long as it is open that of this process alone; if another has one that was not
-    `named`, the next one with a number. Raises UserError for one that was, and OSError."""
+    """Open a file to append to, and lock it for this process while it is open. If another process has locked it, take
+    the next one with a number; if it was `named`, raise UserError. Raises OSError."""
     for number in count(1):
         file = (path.with_stem(f"{path.stem}-{number}") if number > 1 else path).open("a")
         try:
-            if path.is_file():  # a device may be everybody's
+            if path.is_file():  # a device may be shared
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:
@@ -77,19 +77,19 @@ def _locked(path: Path, named: bool) -> IO[str]:
 
 
 def _up_to(text: str, done: int) -> str:
-    """The lines of a log about the first `done` steps, without those cut short by a kill and the last one of a run."""
+    """Keep a log's lines about the first `done` steps, without a run's last one and those that a kill cut short."""
     lines = []
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError, AttributeError):  # of a line that is no record
+        with suppress(ValueError, RecursionError, AttributeError):  # raised by a line that is no record
             record = json.loads(line)
             step = record.get("step", record.get("resumed", 0))
-            if isinstance(step, int) and step <= done and "steps" not in record:  # which the last line has
+            if isinstance(step, int) and step <= done and "steps" not in record:  # only the last line has it
                 lines.append(f"{line}\n")
     return "".join(lines)
 
 
 def write_line(record: dict[str, Any], log: IO[str]) -> None:
-    """One JSON line, on disk at once. A disk that is full costs lines, with a warning, and not the run."""
+    """Write one JSON line at once. On a full disk the line is lost, with a warning, and the run goes on."""
     try:
         print(json.dumps(record, allow_nan=False), file=log, flush=True)
     except OSError as error:
@@ -97,11 +97,11 @@ def write_line(record: dict[str, Any], log: IO[str]) -> None:
 
 
 def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:
-    """A log record in the form of Megatron-LM v2.5, for whoever reads its logs by eye or program."""
+    """Format a log record like Megatron-LM v2.5, for people and programs that read its logs."""
     parts = [f"iteration {record['step']:8d}/{steps:8d}", f"consumed samples: {record['step'] * batch:12d}"]
     parts += [f"elapsed time per iteration (ms): {record['step_ms']:.1f}", f"learning rate: {record['lr']:.3E}"]
     parts.append(f"global batch size: {batch:5d}")
-    if record["loss"] is not None:  # there is none where every step was skipped
+    if record["loss"] is not None:  # there is none if every step was skipped
         parts.append(f"lm loss: {record.get('lm_loss', record['loss']):.6E}")
     if "sop_loss" in record:
         parts.append(f"sop loss: {record['sop_loss']:.6E}")
@@ -113,7 +113,7 @@ def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:
 
 
 def header(trainer: Trainer, done: int) -> dict[str, Any]:
-    """The log's first record: what is trained, on what; in a log that goes on, with the steps that are done."""
+    """Make the log's first record: recipe, text, model, machine; in a log that goes on, also the steps done so far."""
     recipe, ranks = trainer.recipe, trainer.mesh.world.size()
     stamp = environment(trainer.device) | {"world_size": ranks, "backend": recipe.launch.backend}
     record: dict[str, Any] = {"resumed": done} if done else {}
@@ -123,7 +123,7 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record, after `steps`. Every rank must call this. Raises UserError for an infinite or NaN loss."""
+    """Make the last record, after `steps`. Every rank must call it. Raises UserError for an infinite or NaN loss."""
     losses = trainer.validate()
     memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
     if not math.isfinite(loss := sum(losses.values())):
@@ -136,8 +136,8 @@ def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory)
 def sample_text(
     model: Callable[[Tensor], Tensor], device: torch.device, context: int, prompt: str, length: int, seed: int
 ) -> str:
-    """Draw `length` bytes after the prompt, seeing `context` tokens, as text that is safe to print. `model` gives
-    logits (1 seq vocab_size) of tokens (1 seq), without dropout."""
+    """Draw `length` bytes after the prompt, each from the last `context` tokens; returns text that is safe to print.
+    `model` computes logits (1 seq vocab_size) of tokens (1 seq), without dropout."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode(errors="surrogateescape") or b"\n")], device=device)
     for _ in range(length):
@@ -148,7 +148,7 @@ def sample_text(
 
 
 def sample(trainer: Trainer) -> dict[str, str]:
-    """A sample of text from the model; none for random tokens, a BERT or pipeline stages. Every rank must call this."""
+    """Draw a sample of text from the model; empty for random tokens, BERT and pipelines. Every rank must call this."""
     run, recipe = trainer.recipe.run, trainer.recipe
     if recipe.model.is_bert or list(recipe.data.data) == ["random"] or trainer.stage.stages > 1:
         return {}
@@ -164,7 +164,7 @@ def sample(trainer: Trainer) -> dict[str, str]:
 
 
 def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -> str:
-    """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
+    """Summarise a run in some lines; it may have begun after `done` steps of an earlier one."""
     recipe, loss, (least, most) = trainer.recipe, final["validation_loss"], final["peak_memory"]
     text = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
     measured = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"

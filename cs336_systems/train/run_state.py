@@ -1,15 +1,15 @@
-"""A run's state as pieces in the coordinates of the whole model, and restoring it: parameters, optimizer, generators.
+"""Save a run's state (parameters, optimizer, generators) as pieces with their position in the whole model; restore it.
 
 A rank's part of a parameter in each kind of layout:
 
-    pipeline         the parameters of its stage; the tied embedding is written by the first
-    tensor parallel  a box along the dimension that is split; experts, a box along the first
-    data parallel    all of that, of which each of N ranks writes one N-th
-    ZeRO 1, 2        a run of the flattened box, of the optimizer's state
-    ZeRO 3           rows of it, of the parameter as well
+    pipeline         the parameters of its stage; the first stage writes the tied embedding
+    tensor parallel  a box: a range along the dimension that is split; for experts, along the first
+    data parallel    the same box on N ranks, of which each writes one N-th
+    ZeRO 1, 2        a range of the flattened box, for the optimizer's state
+    ZeRO 3           rows of the box, also for the parameter
 
-Nothing is gathered: a rank writes from its own memory, and reads the boxes that it needs. Training draws nothing from
-the random number generators; code that does, an augmentation say, resumes bit for bit at the same number of ranks."""
+Nothing is gathered: a rank writes from its own memory, and reads the boxes that it needs. Training itself uses no
+random number generator; code that does, such as an augmentation, resumes bit for bit at the same number of ranks."""
 
 import random
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ from cs336_systems.train.trainer import Trainer
 
 
 class Slot(NamedTuple):
-    """A tensor that an optimizer of this rank steps, or a parameter whose shards it steps.
+    """A tensor that an optimizer of this rank updates, or a parameter whose shards it updates.
 
-    `like` holds the elements from `first` on of this rank's part of the parameter `name`; `sharded`: other ranks hold
-    others. `state` has under `key` what the optimizer keeps of `like`: tensors of its shape, and scalars, by kind."""
+    `like` holds elements of this rank's part of the parameter `name`, from number `first` on; if `sharded`, other ranks
+    hold the others. `state[key]` is the optimizer's state for `like`: tensors of its shape, and scalars, by kind."""
 
     name: str
     like: Tensor
@@ -51,7 +51,7 @@ class RunState:
         self.parameters = dict(run.stage.model.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.sharded = {each.shard: each for w in self.part.wrappers if isinstance(w, FSDP) for each in w.sharded}
-        # Of this rank's parts before FSDP shards them; a vocabulary's has padding at the end.
+        # Shapes of this rank's parts before FSDP shards them; a vocabulary's has padding at the end.
         self.shapes = {name: tuple(self.sharded.get(p, p).shape) for name, p in self.parameters.items()}
 
     def slots(self) -> Iterator[Slot]:
@@ -67,7 +67,7 @@ class RunState:
                 yield Slot(self.names[owner], part.tensor, part.piece.start, True, optimizer.state, owner)
 
     def box(self, name: str) -> Box:
-        """The part of a parameter that this rank and its data-parallel replicas have, without padding."""
+        """Box of the part of a parameter that this rank and its data-parallel replicas have, without padding."""
         plan, experts, local = self.part.plan, self.part.experts, self.shapes[name]
         shape = list(plan.whole_shape(name, torch.Size(local)))
         start, size = [0] * len(shape), list(shape)
@@ -79,16 +79,16 @@ class RunState:
         return Box(tuple(shape), tuple(start), tuple(size))
 
     def pieces(self) -> tuple[list[Piece], Scalars]:
-        """Pieces that this rank writes, as views: all that it alone has, and its share of what replicas have too."""
+        """Pieces that this rank writes, as views: those that only it has, and its share of those that replicas have."""
         found: list[Piece] = []
         scalars: Scalars = {}
         for name, like, begin, sharded, state, key in self.slots():
             box, replicas, kinds = self.box(name), self.part.replicas(name), state.get(key, {})
-            first, last = 0, min(max(box.numel - begin, 0), like.numel())  # what comes after is padding
+            first, last = 0, min(max(box.numel - begin, 0), like.numel())  # the rest is padding
             if not sharded and replicas is not None:
                 first, last = my_share(last, replicas.rank(), replicas.size())
             for kind, value in (kinds if like not in self.names else {VALUE: like} | kinds).items():
-                if not isinstance(value, Tensor):  # equal on all ranks that have any of the parameter, which is checked
+                if not isinstance(value, Tensor):  # must be equal on all ranks with parts of the parameter; is checked
                     scalars.setdefault(name, {})[kind] = value
                 elif first < last and replicas is not None:
                     with raw():
@@ -114,7 +114,7 @@ class RunState:
             dtype = DTYPES[kinds[VALUE].dtype]
             fits = dtype == parameter.dtype or (cast and dtype.is_floating_point and len(kinds) == 1)
             require(fits, f"{name} is {kinds[VALUE].dtype} there, and {NAMES[parameter.dtype]} in the model")
-            if len(kinds) == 1 and not scalars:  # a parameter that has had no gradient has no state
+            if len(kinds) == 1 and not scalars:  # a parameter without any gradient so far has no state
                 continue
             made = self._state_of(parameter.dtype)
             tensors = {kind for kind, each in made.items() if isinstance(each, Tensor)}
@@ -138,7 +138,7 @@ class RunState:
         return tried.state[one]
 
     def _read(self, source: Checkpoint, slot: Slot, kind: str) -> Tensor:
-        """The elements of a slot, padding zero."""
+        """Read the elements of a slot; padding is zero."""
         box, local = self.box(slot.name), self.shapes[slot.name]
         read = source.read(slot.name, kind, box)
         if box.size != local:
@@ -159,7 +159,7 @@ class RunState:
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Set the generators of torch, on every device, of Python and of numpy: each rank's are its own."""
+    """Seed the generators of torch (on every device), Python and numpy, differently on each rank."""
     words = np.random.SeedSequence((seed, rank)).generate_state(3)
     torch.manual_seed(int(words[0]))
     random.seed(int(words[1]))
@@ -167,7 +167,7 @@ def seed_generators(seed: int, rank: int) -> None:
 
 
 def random_pieces(rank: int, device: torch.device) -> tuple[list[Piece], Scalars]:
-    """The states of torch, of the rank's GPU, of Python and of numpy."""
+    """States of the generators of torch, of the rank's GPU, of Python and of numpy."""
     name, numpy_state = f"{RANDOM}rank {rank}", np.random.get_state(legacy=False)
     _, words, gauss = random.getstate()
     found = {"torch": torch.get_rng_state(), "python": torch.tensor(words)}
@@ -180,8 +180,8 @@ def random_pieces(rank: int, device: torch.device) -> tuple[list[Piece], Scalars
 
 
 def restore_random(source: Checkpoint, rank: int, device: torch.device, spare: bool = False) -> bool:
-    """Restore the generators of the rank of this number, or try with `spare` ones; returns False, and changes nothing,
-    if none are saved. Raises RefusedError for states that cannot be."""
+    """Restore the generators of a rank, or with `spare` only try it with new ones; returns False, and changes nothing,
+    if none are saved. Raises RefusedError for invalid states."""
     name = f"{RANDOM}rank {rank}"
     if name not in source.tensors:
         return False

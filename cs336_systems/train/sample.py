@@ -1,4 +1,4 @@
-"""More text from a saved model: `python -m cs336_systems.train.sample runs/mine --prompt "def "`, on one device."""
+"""Generate text with a saved model: `python -m cs336_systems.train.sample runs/mine --prompt "def "`, on one device."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from cs336_systems.train.run_log import sample_text
 
 
 def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
-    """The whole model of a checkpoint, of whatever layout, with the recipe that trained it. Raises UserError for one
+    """Read the whole model of a checkpoint, of any layout, and the recipe that trained it. Raises UserError for a model
     that cannot write text."""
     folder = checkpoint.folder
     with refusing(str(folder), f"{folder} does not say what model it is of"):

@@ -1,4 +1,4 @@
-"""Named timers in the style of Megatron-LM: how long each part of a step took on every rank, waiting kept apart."""
+"""Named timers in the style of Megatron-LM: the time of each part of a step on every rank, with waiting kept apart."""
 
 import json
 import time
@@ -13,15 +13,15 @@ from cs336_systems.comm import Group, agree, all_reduce
 
 
 class Timers:
-    """Timers by name, the sums since the last `reset`, compared over the ranks of `group` (None: this process alone).
+    """Timers by name: sums since the last `reset`, compared over the ranks of `group` (None: this process alone).
 
         timers = Timers(device, group)
         with timers("forward-compute"): ...
         with timers.collective("backward-params-all-reduce"): ...
         print(timer_line(timers.by_rank(), steps))
 
-    Timers may be nested and repeated. On a GPU a timer marks the stream with events, read by the report only: the host
-    never waits, and gaps in which it was late count. A report lists `names` first."""
+    Timers may be nested and repeated. On a GPU a timer records events on the stream, and only a report reads them: the
+    host never waits, and times include gaps in which the GPU waited for the host. A report lists `names` first."""
 
     def __init__(self, device: torch.device, group: Group | None = None, names: Iterable[str] = ()) -> None:
         self.device, self.group = device, group
@@ -37,7 +37,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block, also one that fails."""
+        """Time a block, even if it raises."""
         self.laps.setdefault(name, [])
         begin = self._mark()
         try:
@@ -48,8 +48,8 @@ class Timers:
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Time a block with a collective that ends in it, and as `name`-wait how long this rank waited for the others:
-        a tiny all-reduce lines the ranks up first. The wait includes its latency."""
+        """Time a block with a complete collective. A tiny all-reduce before it lines the ranks up; its time is recorded
+        as `name`-wait: how long this rank waited for the others, and the latency of the all-reduce."""
         with self(f"{name}-wait"):
             if self.group is not None:
                 all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
@@ -57,7 +57,7 @@ class Timers:
             yield
 
     def milliseconds(self) -> dict[str, float]:
-        """This rank's sums of laps that have ended. Waits for the device if events are to be read."""
+        """Sums of this rank's laps that have ended. Waits for the device if events must be read."""
         if any(isinstance(lap, tuple) for laps in self.laps.values() for lap in laps):
             torch.cuda.synchronize(self.device)
         for name, laps in self.laps.items():
@@ -65,21 +65,21 @@ class Timers:
         return {name: sum(laps) for name, laps in self.laps.items() if laps}
 
     def reset(self) -> None:
-        """Forget the laps that have ended. One that is under way will count in full when it ends."""
+        """Forget the laps that have ended. A lap under way will count in full when it ends."""
         self.laps = {name: [] for name in self.laps}
 
     def by_rank(self) -> dict[str, list[float | None]]:
-        """Every timer's milliseconds on each rank, None where one has not used it. Every rank must call this."""
+        """Milliseconds of every timer on each rank, None if a rank has not used it. Every rank must call this."""
         mine = json.dumps(dict.fromkeys(self.laps) | self.milliseconds(), allow_nan=False)
         ranks = [json.loads(text) for text in ([mine] if self.group is None else agree("timers", mine, self.group))]
-        # In the order in which rank 0 named them, used or not, and then the next ranks.
+        # In rank 0's order of names, used or not; then names that only later ranks have.
         found = {name: [times.get(name) for times in ranks] for name in dict.fromkeys(chain(*ranks))}
         return {name: values for name, values in found.items() if set(values) != {None}}
 
 
 def timer_line(by_rank: dict[str, list[float | None]], steps: int = 1, minmax: bool = False) -> str:
-    """`time (ms) | forward-compute: 43.42 | ...`: each timer's mean over the steps on the slowest rank that uses it, or
-    as `minmax` on the fastest and the slowest, `forward-compute: (41.07, 43.42)`."""
+    """Format `time (ms) | forward-compute: 43.42 | ...`: each timer's mean over the steps on the slowest rank that uses
+    it; with `minmax` on the fastest and the slowest, `forward-compute: (41.07, 43.42)`."""
     parts = ["time (ms)"]
     for name, values in by_rank.items():
         used = [value / steps for value in values if value is not None]

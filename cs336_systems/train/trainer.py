@@ -1,4 +1,4 @@
-"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`); all layouts learn the same."""
+"""Trainer: optimizer steps of a model that is laid out over ranks (`Assembly`), with equal results in all layouts."""
 
 import math
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ backward-send backward-send-forward-recv backward-params-all-reduce-wait backwar
 backward-embedding-all-reduce-wait backward-embedding-all-reduce optimizer-unscale-and-check-inf
 optimizer-copy-to-main-grad optimizer-clip-main-grad optimizer-inner-step optimizer-copy-main-to-model-params optimizer
 """
-MOST_OVERFLOWS = 10  # steps in a row that were left out, at the lowest loss scale, after which a run is given up
+MOST_OVERFLOWS = 10  # skipped steps in a row, at the lowest loss scale, after which a run is given up
 
 
 class Step(NamedTuple):
@@ -39,12 +39,12 @@ class Step(NamedTuple):
     losses: Tensor  # (2,) this rank's share of the losses of tokens and of sentence pairs, which add up over all ranks
     norm: Tensor  # of the gradient before clipping
     rate: float
-    skipped: bool  # the norm was not finite, and the update left out
+    skipped: bool  # True if the norm was not finite, so that no update was made
 
 
 class Trainer:
     """This rank's part of a model, its optimizer and its data. Every rank must construct it and call its methods.
-    Raises UserError for a recipe that does not divide over the ranks; that it fits is for the caller to check."""
+    Raises UserError for a recipe that does not divide over the ranks; the caller checks that memory suffices."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.device = recipe, choose_device(recipe.launch.device)
@@ -55,7 +55,7 @@ class Trainer:
             if parallel.cp > 1 and parallel.cp_type == "ring":
                 raise UserError("gloo sends messages of a ring from CPUs only; use --backend nccl, or --cp-type gather")
         self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.cp, parallel.dp)
-        self.data_rank = mesh.rows.rank(), mesh.rows.size()  # which rows of a batch are this rank's
+        self.data_rank = mesh.rows.rank(), mesh.rows.size()  # position and number of ranks with different rows
         layout = recipe.layout(mesh.world.size())
         self.batch, self.micro_batch = layout.global_batch, layout.micro_batch
         self.batches = make_batches(recipe, self.batch, mesh.world)
@@ -67,7 +67,7 @@ class Trainer:
         self.stage = self.part.stage
         self.timers = Timers(self.device, mesh.world, ORDER.split())
         self.timers_shown = recipe.run.timers or ("max" if recipe.model.is_bert or mesh.model.size() > 1 else "none")
-        # Timers that nobody reads would pile up events on a GPU.
+        # Timers that are never read would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
         for optimizer in self.part.inner_optimizers:
             if isinstance(optimizer, MasterAdamW):
@@ -78,21 +78,21 @@ class Trainer:
         self.skipped = self.overflows = 0  # steps; overflows in a row at the lowest loss scale
 
     def step(self, step: int) -> Step:
-        """One optimizer step, the first is 0, on this rank's rows of the global batch."""
+        """Take one optimizer step, the first is 0, on this rank's rows of the global batch."""
         at_step(step + 1)
         part = self.part
         with self.timer("batch-generator"):
             batch = split_sequence(self.batches.batch(step, *self.data_rank).to(self.device), self.mesh.cp)
             if self.batches.targets is not None:
                 counted = torch.tensor(float(self.batches.targets), device=self.device)
-            else:  # it varies: the global batch's
+            else:  # varies, so it is counted in the global batch
                 counted = count_targets(batch).float()
                 all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
                 counted.clamp_(min=1.0)  # a batch without any target learns nothing
             microbatches = batch.split(self.micro_batch)
             keys = part.dropout_keys(self.recipe.run.seed, step, microbatches)
         set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
-        # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
+        # The wrapper takes the mean over data-parallel ranks, but the losses must be added up.
         weight = self.mesh.data.size() * self.scaler.scale
 
         def loss(losses: Losses) -> Tensor:
@@ -114,14 +114,14 @@ class Trainer:
         return Step(total, norm, rate, skipped)
 
     def _update(self, rate: float) -> tuple[Tensor, bool]:
-        """Clip and step, unless the gradients are to be left out: (their norm, whether they were)."""
+        """Clip gradients and update, unless the step must be skipped; returns (norm, True if skipped)."""
         fp16, options = self.recipe.model.precision == "fp16", self.recipe.optimizer
         scale = self.scaler.scale  # of these gradients; the update below may change it for the next
         with self.timer("optimizer-unscale-and-check-inf"):
             norm = self.part.norm() / scale
-            # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
+            # The norm covers all gradients of all ranks. Overflows are usual in fp16 only, where the host's wait pays.
             overflow = (fp16 or options.on_nonfinite == "skip") and not math.isfinite(norm.item())
-        # Overflows on the way down from the first scale are how the right one is found.
+        # Overflows above the lowest scale are normal: they lower it from its first value to a suitable one.
         self.overflows = self.overflows + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)
         if overflow:
@@ -144,8 +144,8 @@ class Trainer:
         return norm, False
 
     def routing(self) -> dict[str, float]:
-        """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks, and the
-        share of choices that were dropped (not known by einsum); nothing without experts."""
+        """Balancing loss of the last microbatch (1 if balanced), averaged over expert layers and ranks, and the share
+        of choices that were dropped (not known with einsum); empty without experts."""
         if not self.config.num_experts:
             return {}
         total = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -159,12 +159,12 @@ class Trainer:
         return ({"balance": balance / count} if count else {}) | ({"dropped": 1 - kept / wanted} if wanted else {})
 
     def _share(self, losses: Losses, counted: Tensor) -> Tensor:
-        """Contribution of some rows to the global batch's mean losses, (2,): of targets, and of sentence pairs."""
+        """Contribution of some rows to the global batch's mean losses (2,), of targets and of sentence pairs."""
         pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
         return torch.stack((losses.tokens / counted, pair))
 
     def mean_losses(self, steps: list[Step]) -> list[float]:
-        """The global losses of tokens and pairs, averaged over steps, NaN over none. Waits for the device."""
+        """Mean over steps of the global losses of tokens and pairs; NaN without steps. Waits for the device."""
         losses = torch.stack([each.losses for each in steps]) if steps else torch.empty((0, 2), device=self.device)
         total = losses.mean(0).double()
         all_reduce(total, self.mesh.world, "losses", "sum").wait()
@@ -172,7 +172,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; none without text."""
+        """Compute losses on the evaluation text, without dropout: nats a target, nats a pair. Empty without a text."""
         if (rows_of := self.batches.validation) is None:
             return {}
         self.stage.eval()
