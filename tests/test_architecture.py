@@ -1,4 +1,4 @@
-"""House rules, read from the source with ast: ARCHITECTURE.md's table of rooms, floors and budgets is enforced here."""
+"""Tests of ARCHITECTURE.md's rules on rooms, floors (allowed imports) and line budgets, read from the source by ast."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The list of commands, the command that runs one, and what happens beside folders of the same names."""
+"""The list of commands, the command that runs one, and runs in a folder that has folders of the same names."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Split sequences, packed documents and zero-bubble pipelines learn what one process learns: losses, every parameter's
+"""Split sequences, packed documents and zero-bubble pipelines give one process's results: losses, every parameter's
 gradient, its norm, and the parameters after two steps of AdamW, in float64, with every other axis and ZeRO stage."""
 
 import pytest

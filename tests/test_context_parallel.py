@@ -1,5 +1,5 @@
-"""Context parallelism by itself: who has which tokens, what each way sends and keeps, and what is refused; and packed
-documents, which see nothing of each other."""
+"""Context parallelism alone: the tokens of each rank, the traffic and memory of each variant, and refusals; and packed
+documents, which do not attend to each other."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""The four data-parallel wrappers: equal to one process, and in the order that their lesson claims."""
+"""The four data-parallel wrappers: results equal to one process, reductions in the order that their lesson claims."""
 
 import gc
 import inspect

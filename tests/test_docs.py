@@ -1,4 +1,4 @@
-"""Drawings in docs/ are those that the code draws."""
+"""Tests that the drawings in docs/ are those that the code draws."""
 
 from pathlib import Path
 

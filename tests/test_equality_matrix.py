@@ -1,4 +1,4 @@
-"""The matrix cites tests that exist, that run what a row claims, and whose report is complete."""
+"""Equality matrix: it cites existing tests, which run what their row claims, and its report is complete."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Experts over ranks learn what one process learns: losses, every gradient of router and experts, their norm, and the
+"""Experts over ranks give one process's results: losses, every gradient of router and experts, their norm, and the
 parameters after two steps of AdamW, in float64, for ep with itself, dp, tp, pp, ZeRO and recomputation."""
 
 from collections import Counter

@@ -1,5 +1,5 @@
-"""An expert layer whose experts are on several ranks: against one process that has them all, for tokens spread
-unevenly, for none, and for all on one expert; what is sent and in which order; and what cannot be."""
+"""An expert layer whose experts are on several ranks, against one process that has them all: tokens spread
+unevenly, none, or all on one expert; messages and their order; and refusals."""
 
 import copy
 from dataclasses import replace

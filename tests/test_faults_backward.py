@@ -1,5 +1,5 @@
-"""Backward in unusual order, number or state, in every wrapper and stage: right, or an error that names the cause on
-every rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
+"""Backward in unusual order, number or state, in every wrapper and stage: the result is right, or every rank raises
+an error that names the cause, before the optimizer can step. CASES lists each case with its outcome."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Unusual parameters, inputs and groups in every wrapper and stage: right, or an error that names the cause on every
-rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
+"""Unusual parameters, inputs and groups in every wrapper and stage: the result is right, or every rank raises an error
+that names the cause, before the optimizer can step. CASES lists each case with its outcome."""
 
 import copy
 import gc

@@ -1,5 +1,5 @@
-"""Programs that use `.grad` after the synchronisation by themselves, as after PyTorch's own wrapper: right, or an error
-that names the parameter on every rank before the optimizer can step. CASES is the catalogue."""
+"""Programs that use `.grad` themselves after the synchronisation, as with PyTorch's wrapper: the result is right, or
+every rank raises an error that names the parameter, before the optimizer can step. CASES lists the cases."""
 
 import pytest
 import torch

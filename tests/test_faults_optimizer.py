@@ -1,5 +1,5 @@
-"""Misuse of the sharded optimizer by itself: right, or an error by name on every rank. The gradients here are the same
-on every rank, so that one process with the plain optimizer is the oracle."""
+"""Misuse of the sharded optimizer alone: the result is right, or every rank raises an error that names the cause. All
+ranks have the same gradients, so that one process with the plain optimizer is the reference."""
 
 import pytest
 import torch

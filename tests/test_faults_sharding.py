@@ -1,5 +1,5 @@
-"""Layers of every kind, whose parameters have any name and number of axes, and programs that put other tensors in the
-place of parameters: right, or an error that names the cause on every rank before the optimizer can step."""
+"""Layers of every kind, whose parameters have any name and number of axes, and programs that replace parameters by
+other tensors: the result is right, or every rank raises an error that names the cause, before a step."""
 
 import copy
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 """Errors of sharding alone: overflow on one rank, norms over shards, optimizers that cannot be divided, layers
-that hide from their wrapper. Right, or an error that names the cause on every rank before the optimizer can step."""
+hidden from their wrapper. The result is right, or every rank raises an error that names the cause, before a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

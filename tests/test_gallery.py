@@ -1,5 +1,5 @@
-"""Does the suite see the mistakes that such libraries have had? Each variant of the gallery is planted in the ranks,
-and the test that is named there must fail, by what it asserts."""
+"""Tests of the suite against known bugs of such libraries: each variant of the gallery is planted in the ranks,
+and the test that it names must fail, in an assertion."""
 
 from dataclasses import replace
 

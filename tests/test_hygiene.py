@@ -1,4 +1,4 @@
-"""Nothing is left running: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
+"""Tests of leftovers: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
 
 import gc
 import os

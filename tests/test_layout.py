@@ -1,4 +1,4 @@
-"""Layouts that are refused, before anything is built."""
+"""Layouts that are refused before anything is built."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every layout learns what one process learns: losses, every parameter's gradient, its norm, and the parameters after
+"""Every layout gives one process's results: losses, every parameter's gradient, its norm, and the parameters after
 two steps of AdamW, in float64, for every factorisation of 2, 4 and 8 ranks with all options in pairs."""
 
 import math

@@ -1,4 +1,4 @@
-"""Half precision over layouts: every rank takes the same decision about a step, which has one process's bits."""
+"""Half precision over layouts: all ranks agree to take or skip a step, and its result has the bits of one process."""
 
 import math
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The Makefile's targets, in an empty folder: what they remove, and what they would type."""
+"""The Makefile's targets, in an empty folder: what they remove, and the commands that they would run."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The table of outcomes in docs/data_parallel.md is what the tests prove: `python -m tests.test_outcomes` writes it."""
+"""Outcomes in docs/data_parallel.md are those that tests prove: `python -m tests.test_outcomes` writes it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The README as its readers type it: what `python -m tests.readme` finds and how it judges; and what pages claim."""
+"""Tests of `python -m tests.readme`, which runs the README's commands, and of claims on the project's pages."""
 
 import re
 import sys

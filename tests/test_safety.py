@@ -1,4 +1,4 @@
-"""Code that the source may not contain, read with ast, and secrets that no file of a run may contain."""
+"""Unsafe code that the source must not contain, found with ast, and secrets that no file of a run may contain."""
 
 import ast
 import gzip

@@ -1,4 +1,4 @@
-"""Pipeline schedules: every small one simulated against its formulas, some written out by hand, broken ones refused."""
+"""Pipeline schedules: small ones simulated against their formulas, some against lists by hand, broken ones refused."""
 
 from itertools import pairwise, product
 from types import SimpleNamespace

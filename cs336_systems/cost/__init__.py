@@ -1,9 +1,9 @@
-"""The analytic model: what a configuration needs, in parameters, FLOPs, bytes and seconds, before it is run.
+"""The analytic model: parameters, FLOPs, bytes and seconds of a configuration, predicted before it is run.
 
-`step` predicts this project's own runs from what was counted of them (`observed`); `step_time` and `plan_memory` runs
-on machines that few have, `search` the best of their plans. `notebook/` is the roofline notebook that the project
-comes from, `course/` the accounting questions of a course, `fitting/` where constants come from. All do without torch,
-except `observed` and the probes, which measure this machine.
+`step` predicts this project's own runs from counts of their operators (`observed`). `step_time` and `plan_memory`
+predict large runs on any machine, and `search` finds the best plan. `notebook/` is the roofline notebook that the model
+grew from, `course/` has the accounting questions of a course, and `fitting/` fits the constants. Only `observed` and
+the probes, which measure this machine, need torch.
 """
 
 from cs336_systems.cost.capacity import memory

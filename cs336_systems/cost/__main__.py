@@ -8,7 +8,7 @@ import click
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.host.console import run_command
 
-# Each in a file of its own name in `commands`, as `command`. Only the one that is run is imported.
+# Each is `command` in the file of its name in `commands`. Only the one that is run is imported.
 COMMANDS = ("table", "step", "memory", "search", "fit", "validate", "explain", "plot", "probe")
 
 
@@ -27,7 +27,7 @@ class Commands(click.Group):
 
 @click.command(cls=Commands, no_args_is_help=False, epilog=DOMAIN)
 def main() -> None:
-    """Predict before you measure: what a model needs in FLOPs, bytes and seconds, on which machines, and why."""
+    """Predict before you measure: FLOPs, bytes and seconds of a model on a machine, and the reasons."""
 
 
 if __name__ == "__main__":

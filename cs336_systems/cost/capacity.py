@@ -1,4 +1,4 @@
-"""Does a run fit the memory of this machine? If not, what would?
+"""Check that a run fits the memory of this machine, with advice on what would fit.
 
 What a run needs is counted elsewhere (`cost/observed.py`, `train/observation.py`) and given here as bytes by part.
 """
@@ -46,8 +46,8 @@ def require_fit(
         return
 
     def fits(mode_: Mode, rows: int = batch, length: int = seq) -> bool:
-        # To count a large model takes seconds, and is left out for what cannot fit: activations shrink as the batch
-        # does, and as the square of the sequence at most.
+        # Counting a large model takes seconds, so what cannot fit is not counted: activations shrink in proportion
+        # to the batch, and to the square of the sequence at most.
         moving = parts["activations"] + parts.get("workspace", 0)
         least = moving * rows * length**2 // (batch * seq**2)
         shorter = 16 * config.context_length * config.d_model if length < seq else 0  # positions, in AdamW at most

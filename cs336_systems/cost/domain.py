@@ -1,7 +1,7 @@
 """The domain of predictions of time, and one warning for each way in which a request lies outside.
 
 The constants of `machines.py` and of `data/stacks.toml` are fitted to published runs, those of
-`data/published_runs.json` that are marked as fitted. What these have in common is the domain. Outside it the same
+`data/published_runs.json` that are marked as fitted. The ranges that they cover are the domain. Outside it the same
 formulas are used, with an unknown error.
 """
 
@@ -21,15 +21,15 @@ from cs336_systems.presets import ModelConfig
 COUNT, RANKS = 202, 3360
 MACHINES = ("A100-40GB", "A100-80GB", "H100", "V100-32GB-DGX2")
 SEQUENCES, WIDTHS = (512, 65536), (768, 25600)  # tokens; d_model
-NARROWEST = 256  # d_model / tp, which never left a node
+NARROWEST = 256  # d_model / tp; tp never left a node
 FEATURES = (
     *("ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3", "a gated feed-forward", "context parallelism"),
     *("fused attention", "grouped-query attention"),
 )
-WAITING = 0.1  # of a step for the host, from which the computer that launches kernels matters
-WIDER = 1.1  # outside, a range begins and ends this much further away: judged
-# Mixtures of many experts launch many small kernels, copy rows between them and wait for the host; measured over
-# predicted of four of five published runs with 128 experts.
+WAITING = 0.1  # share of a step spent waiting for the host, from which a warning says so
+WIDER = 1.1  # factor by which a range is wider at both ends outside the domain: a judgement
+# Mixtures of many experts launch many small kernels, copy rows between them and wait for the host. The range is the
+# measured over the predicted time of four of five published runs with 128 experts.
 MANY_EXPERTS, MANY_RANGE = 16, (1.0, 2.5)
 
 
@@ -52,11 +52,11 @@ def features(config: ModelConfig, plan: Plan) -> list[str]:
 
 
 DOMAIN = (
-    f"Predictions of time hold for what they were fitted to: {COUNT} published runs of transformers on "
+    f"Predictions of time are valid for the runs that they were fitted to: {COUNT} published runs of transformers on "
     f"{', '.join(MACHINES)}, d_model {WIDTHS[0]} to {WIDTHS[1]}, {NARROWEST} of it or more "
     f"on a tensor-parallel rank, sequences of {SEQUENCES[0]} to {SEQUENCES[1]} tokens, up to "
-    f"{RANKS} accelerators. They are of a steady step on a quiet network: no data loading, evaluation, "
-    "checkpoints, stragglers or failures. Outside, a warning says what is new."
+    f"{RANKS} accelerators. They are for a steady step on a quiet network: no data loading, evaluation, "
+    "checkpoints, stragglers or failures. Outside of these ranges a warning says what differs."
 )
 
 
@@ -71,8 +71,8 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
 
 
 def time_range(step: StepTime) -> tuple[float, float]:
-    """Seconds between which four of five runs of the plan's stack fell when they were left out of the fit; wider
-    outside of the domain."""
+    """Range of a step's seconds: four of five runs of the plan's stack fell into it when they were left out of the fit.
+    It is wider outside the domain."""
     if step.config.num_experts > MANY_EXPERTS:
         return MANY_RANGE[0] * step.total, MANY_RANGE[1] * step.total
     low, high = STACKS[step.plan.stack].seconds(step.total)
@@ -84,18 +84,18 @@ def describe_range(step: StepTime) -> str:
     """The range in a sentence."""
     low, high = map(format_seconds, time_range(step))
     if step.config.num_experts > MANY_EXPERTS:
-        return f"{low} to {high}: so four of five of six published runs with 128 experts fell"
-    fell = f"four of five {step.plan.stack} runs fell when they were left out of the fit"
-    return f"{low} to {high}: {'a tenth wider on each side than where' if outside(step) else 'so'} {fell}"
+        return f"{low} to {high}: the range of four of five of six published runs with 128 experts"
+    fell = f"the range of four of five {step.plan.stack} runs when they were left out of the fit"
+    return f"{low} to {high}: {'a tenth wider on each side than ' if outside(step) else ''}{fell}"
 
 
 def outside(step: StepTime) -> list[str]:
-    """`warnings` of a prediction that was made, but for memory."""
+    """`warnings` of a finished prediction, except those about memory."""
     return _sentences(step, {"stage": None})
 
 
 def _sentences(step: StepTime, memory: dict[str, Any]) -> list[str]:
-    """Lines of `templates/warnings.txt`, whose first number is None where the step is not outside in that way."""
+    """Lines of `templates/warnings.txt`: one is left out if its first number is None, as the step is inside there."""
     config, plan, seq, system = step.config, step.plan, step.seq, step.system
     waits, d, experts = step.parts["host"] / step.total, config.d_model, config.num_experts
     figures = "measured by a probe" if system.measured else "of the data sheet"

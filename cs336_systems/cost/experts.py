@@ -3,15 +3,15 @@
 T tokens choose k experts each: k T rows, of which E experts with C slots each take E C at most. Sorted, only rows that
 are taken are computed and sent. In the one-hot formulation all E C slots are, full or empty, and two products with a
 tensor of tokens x experts x slots move tokens in and out, 4 T E C D FLOPs at width D (Lepikhin et al., GShard,
-arXiv:2006.16668, section 3.2). A router that is not balanced fills some experts and drops more: counts with a capacity
-are then bounds from above.
+arXiv:2006.16668, section 3.2). An unbalanced router fills some experts and drops more rows: counts with a capacity are
+then upper bounds.
 """
 
 from cs336_systems.presets import ModelConfig
 
 
 def slots(config: ModelConfig, tokens: int, training: bool = True) -> int:
-    """Slots of one expert. Without a capacity one for every token, which are never too few."""
+    """Slots of one expert. Without a capacity there is one for every token, which is always enough."""
     capacity = config.mixture.capacity(tokens, config.num_experts, training)
     return tokens if capacity is None else capacity
 
@@ -27,7 +27,7 @@ def padded_rows(config: ModelConfig, tokens: int, training: bool = True) -> int:
 
 
 def computed_rows(config: ModelConfig, tokens: int, training: bool = True) -> int:
-    """Rows that the experts compute, and that travel to them, as the layer is dispatched."""
+    """Rows that the experts compute, and that are sent to them, with the layer's way of dispatch."""
     count = padded_rows if config.mixture.dispatch == "einsum" else kept_rows
     return count(config, tokens, training)
 
@@ -54,8 +54,8 @@ def dispatch_flops(config: ModelConfig, tokens: int, training: bool = True) -> i
 
 
 def one_hot_flops(config: ModelConfig, tokens: int, training: bool = True) -> tuple[int, int]:
-    """(forward, backward) FLOPs of one layer that the one-hot formulation adds to router and experts. Besides
-    `dispatch_flops`, an outer product over experts and slots for each choice. Where tokens go has no gradient, so
+    """(forward, backward) FLOPs of one layer that the one-hot formulation adds to router and experts: those of
+    `dispatch_flops`, and an outer product over experts and slots for each choice. A token's slot has no gradient, so
     backward has one product for the way in and for each outer product, and two for the way back."""
     products = dispatch_flops(config, tokens, training)
     outer = 2 * config.mixture.top_k * tokens * padded_rows(config, tokens, training)

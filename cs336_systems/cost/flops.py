@@ -1,9 +1,9 @@
-"""How many floating-point operations a pass takes: matrix products only, a multiply and an add counted as two.
+"""Floating-point operations of a pass: matrix products only, a multiply and an add counted as two.
 
 Attention is counted in full for decoders too, as the naive formulation computes it and as PaLM's definition of model
-FLOPs utilisation does (arXiv:2204.02311, appendix B); attention that skips hidden tiles does up to half of its part.
-Element-wise work is left out here: it costs bytes, not FLOPs. As in `cost/experts.py`, rows of experts are counted
-that a balanced router sends to them.
+FLOPs utilisation does (arXiv:2204.02311, appendix B); attention that skips masked tiles needs as little as half.
+Element-wise work is left out here: it costs bytes, not FLOPs. Experts count the rows that a balanced router sends
+them, as in `cost/experts.py`.
 """
 
 from collections import Counter
@@ -27,14 +27,14 @@ def forward_flops(config: ModelConfig, batch: int, seq: int, training: bool = Tr
 
 @lru_cache(maxsize=256)
 def model_flops(config: ModelConfig, micro_batch: int, seq: int) -> int:
-    """FLOPs of a microbatch (micro_batch seq), forward and backward, that the model asks for, whatever computes it: no
-    recompute, and of experts the rows in use, neither empty slots nor one-hot products."""
+    """FLOPs that the model itself needs for a microbatch (micro_batch seq), forward and backward, however computed:
+    without recomputation, and for experts without empty slots and one-hot products."""
     config = replace(config, mixture=replace(config.mixture, dispatch="sort"))
     return sum(forward_flops(config, micro_batch, seq).values()) + backward_flops(config, micro_batch, seq)
 
 
 def block_flops(config: ModelConfig, batch: int, seq: int, layer: int, training: bool = True) -> dict[str, int]:
-    """FLOPs of one block forward, by part: a dense one has a feed-forward, one with experts a router and these."""
+    """FLOPs of one block forward, by part: a dense block has a feed-forward, others a router and experts."""
     tokens, d, matrices = batch * seq, config.d_model, 3 if config.feed_forward == "swiglu" else 2
     parts = {
         "projections": 2 * tokens * sum(inner * columns for inner, columns in projection_sizes(config)),
@@ -59,7 +59,7 @@ def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 
 def backward_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """FLOPs of one backward pass, recompute apart: each product has a gradient for either factor, if both have."""
+    """FLOPs of one backward pass, without recomputation: a product for the gradient of each factor that has one."""
     parts = forward_flops(config, batch, seq)
     one_hot = config.expert_layers * one_hot_flops(config, batch * seq)[1] if "one-hot products" in parts else 0
     return 2 * sum(count for name, count in parts.items() if name != "one-hot products") + one_hot
@@ -75,7 +75,7 @@ def recompute_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 
 def repeated_flops(config: ModelConfig, plan: Plan, batch: int, seq: int) -> float:
-    """`recompute_flops` by a plan: of every n-th block, and of modules; norms and activations have none."""
+    """`recompute_flops` of a plan, which may name every n-th block, or modules; norms and activations have none."""
     if config.recompute != "attention" or not plan.recompute_modules:
         return recompute_flops(config, batch, seq) / plan.recompute_nth
     inside = {"core_attn": ("scores",), "mlp": ("feed-forward",), "moe": ("router", "experts", "shared expert")}
@@ -85,7 +85,7 @@ def repeated_flops(config: ModelConfig, plan: Plan, batch: int, seq: int) -> flo
 
 
 def repeated_blocks(config: ModelConfig, layers: range) -> Counter[int]:
-    """How often backward runs each block again, of some in a row; nested, halves are recomputed recursively."""
+    """Number of times that backward runs each block again; if nested, halves are recomputed recursively."""
     if config.recompute == "segments":
         return Counter(layers)
     if config.recompute != "nested" or len(layers) == 1:

@@ -32,9 +32,9 @@ _SKIPPED = re.compile(r"number\s*of\s*skipped\s*iterations\s*:\s*(\d+)")
 _ONE_LINE, _TABLE = re.compile(r"time \(ms\)\s*\|"), re.compile(r"time across ranks \(ms\):")
 _ROW = re.compile(r"^.*?[\w/-]+ \.+:\s+[\d(]")
 _TIMER = re.compile(r"([A-Za-z][\w/-]*?)\s*\.*:\s*(?:\(\s*[\d.]+\s*,\s*)?(\d+(?:\.\d*)?)(?![\d:])")
-_COMPLETE = re.compile(r"time \(ms\).*\.\d\d$|iteration.*\|$")  # a line that was not cut, unless fields follow
+_COMPLETE = re.compile(r"time \(ms\).*\.\d\d$|iteration.*\|$")  # a whole line, unless fields follow
 _FRAGMENT = re.compile(r"^[\w\s|:.()/+%-]*[\w|][\w\s|:.()/+%-]*$")
-# Lines of notes besides.
+# Other lines of notes.
 _PER_SAMPLE = re.compile(r"^\s*(\d+(?:\.\d+)?) ms per sample")
 _COUNT = re.compile(r"\(over ([\d,]+) iterations? = ([\d,]+) samples?\)")
 _GPU_UTIL = re.compile(r"GPU util:\s*~?(\d+(?:\.\d+)?)\s*~?\s*%")
@@ -72,7 +72,7 @@ class LoggedRun:
 
     @property
     def batch(self) -> int | None:
-        """Sequences of a step: as the last report says, since a batch may be ramped up, else the arguments."""
+        """Sequences of a step: by the last report, since a batch may be ramped up, else by the arguments."""
         said = next((each.batch for each in reversed(self.reports) if each.batch), None)
         return said or self.number("global_batch_size")
 
@@ -88,7 +88,7 @@ class LoggedRun:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step: the median report, or what the notes say a sample takes. None if nothing says."""
+        """Seconds of a step: the median report's, or by the notes' time of a sample; None if neither is there."""
         if self.reports:
             return median(each.milliseconds for each in self.steady()) / 1e3
         return self.sample_ms * self.batch / 1e3 if self.sample_ms and self.batch else None
@@ -132,7 +132,7 @@ def read_log(text: str, name: str) -> list[LoggedRun]:
 
 
 def megatron_runs(text: str, name: str) -> list[LoggedRun]:
-    """One run for what comes before any block of arguments, and one for each block, timed or not."""
+    """One run for the lines before any block of arguments, and one for each block, even without times."""
     found, inside, heading = [LoggedRun(name)], False, name
     for line in _joined_lines(text):
         if match := _BLOCK.search(line):

@@ -1,9 +1,9 @@
 """Machines that a prediction can be made for, the constants of the cost model, and the files that hold either.
 
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
-and in one direction where a link is concerned (data sheets count both). The share that is reached of it is in one set
-of constants for all machines, except `attainable`: what the vendor's library reaches on large 16-bit GEMMs at the clock
-that power allows. `probe_system.py` measures a machine, and is imported for that alone: a prediction loads no torch.
+and for one direction of a link (data sheets count both). The shares of them that programs reach are one set of
+constants for all machines, except `attainable`: the share that the vendor's library reaches on large 16-bit GEMMs at
+the clock that power allows. `probe_system.py`, which loads torch, is imported only to measure one.
 """
 
 import json
@@ -36,13 +36,13 @@ class Constants:
     ramp: float = 180.0  # steps of the inner dimension that a tile takes to begin and to end
     wave: float = 0.3  # share of a wave of tiles that is empty
     fused: float = 0.556  # rate of fused attention, as a share of that of GEMMs
-    memory: float = 0.7  # of the bandwidth of memory
-    start: float = 2.6e-6  # seconds per kernel
+    memory: float = 0.7  # share of the bandwidth of memory that is reached
+    start: float = 2.6e-6  # seconds that the device takes to start a kernel
     host: float = 70e-6  # seconds in which the host launches a kernel of this model, with the small ones around it
     call: float = 8e-6  # seconds that a collective takes whatever it sends
-    inside: float = 0.716  # of a link's bandwidth within a node
-    between: float = 0.77  # and between nodes
-    hidden: float = 0.16  # of a transfer behind computing: what it takes from the processors
+    inside: float = 0.716  # share of a link's bandwidth that is reached within a node
+    between: float = 0.77  # the same between nodes
+    hidden: float = 0.16  # share of a hidden transfer's time by which computing slows down
 
 
 CONSTANTS = Constants()
@@ -67,11 +67,11 @@ class System:
     touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
     measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
     overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
-    constants: Constants = CONSTANTS  # by which its times are predicted; not in its file
+    constants: Constants = CONSTANTS  # used to predict its times; not in its file
     narrow_flops: float = 0.0  # FLOP/s of 8-bit GEMMs; 0: it has none
     narrow_attainable: float = 0.0  # the share of these that the largest reach
     power: float = 0.0  # watts of its data sheet; 0: not known
-    reserve: float = 0.06  # of its memory: what context, communication library and fragmentation take
+    reserve: float = 0.06  # share of its memory that context, communication library and fragmentation take
 
     def peak(self, number: int) -> float:
         """FLOP/s of the data sheet for GEMMs on numbers of so many bytes."""
@@ -119,14 +119,14 @@ def check_fp8(fp8: bool, system: System) -> None:
 
 
 CHANGES = ("peak", "bandwidth", "memory", "power", "node", "link", "network", "reserve")
-IDLE = 1 / 7  # of an accelerator's watts: what it draws while it computes nothing; judged
+IDLE = 1 / 7  # of an accelerator's watts: what it draws while it computes nothing; a judgement
 
 
 def changed(system: System, **changes: float | None) -> System:
     """The machine with other figures: `peak` in TFLOP/s, bandwidths in GB/s, `memory` in GiB, `power` in watts.
 
-    Power above idling grows with the cube of the clock, as voltage follows it: with less of it GEMMs slow down by the
-    third root. Raises UserError for power that is not known of the machine, and for more or less than it can use.
+    Power above idle grows with the cube of the clock, as voltage follows the clock: so the rate of GEMMs falls with
+    the cube root of that power. Raises UserError if the machine's power is not known, and for more or less than it has.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     found = dict[str, Any]()
@@ -161,7 +161,7 @@ def nearest_system(name: str) -> System | None:
 
 
 def check_out(path: Path | None) -> None:
-    """Raise UserError where a file could not be written, which is better known before minutes of work than after."""
+    """Raise UserError if a file cannot be written, before minutes of work instead of after them."""
     if path is None:
         return
     problems = {
@@ -174,14 +174,14 @@ def check_out(path: Path | None) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a machine, or constants beside what is to be kept of their origin, as JSON that a person can edit. Raises
+    """Write a machine, or constants and notes on their origin, as JSON that a person can edit. Raises
     UserError for a file that cannot be written."""
     with os_errors(f"write {path}", "name another file with --out"):
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def read_machine(path: Path) -> System:
-    """Read a machine from a file. Raises UserError for a file that cannot be read, and for a figure that is none."""
+    """Read a machine from a file. Raises UserError for a file that cannot be read, and for an invalid figure."""
     found = read_json(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
     kinds = {each.name: each.type for each in fields(System) if each.name != "constants"}
     # Files written before machines had the field do not have it.
@@ -208,7 +208,7 @@ def read_machine(path: Path) -> System:
 
 
 def load_constants(path: Path) -> Constants:
-    """Read the constants of a file; those that it does not have keep their values of `CONSTANTS`. Raises UserError for
+    """Read the constants of a file; those that it lacks keep their values in `CONSTANTS`. Raises UserError for
     a file that cannot be read, an unknown name, and a value below zero, or zero for a share."""
     found = read_json(path, "no file of constants")
     values = found.get("constants") if isinstance(found, dict) else None
@@ -220,7 +220,7 @@ def load_constants(path: Path) -> Constants:
 
 
 def read_json(path: Path, otherwise: str, hint: str = "") -> Any:
-    """Read a file of JSON. Raises UserError where it cannot be read, or is `otherwise`: "no machine"."""
+    """Read a JSON file. Raises UserError if it cannot be read, or is no JSON: then it is `otherwise`, "no machine"."""
     try:
         return strict_json(regular(path).read_text("utf-8-sig"))
     except OSError as error:

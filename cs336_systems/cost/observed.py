@@ -59,9 +59,9 @@ def observe_passes(
     device: str = "cpu",
     keeps_gradients: bool = False,
 ) -> Passes:
-    """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there; the optimizer
-    has its state already. With `keeps_gradients` the gradients of the step before are there until the next are added to
-    them, as in a wrapper's flat buffers. Raises UserError for what the model refuses."""
+    """Count all passes of the model over (batch seq) tokens, as on `device`, which must exist, after a first step.
+    With `keeps_gradients` that step's gradients stay in memory and the next are added to them, as in a wrapper's flat
+    buffers. Raises UserError for what the model refuses."""
     model = TransformerLM(config, "meta")
     with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake
         model.to_empty(device=device)

@@ -1,12 +1,12 @@
-"""Time of a kernel, of a collective, and of one operator: the roofline, and what is lost on the way to it.
+"""Time of a kernel, of a collective, and of one operator: the roofline, and the losses of small GEMMs.
 
-A GEMM reaches a machine's attainable rate only if it is large. Two losses are counted. Its tiles of TILE numbers go to
-the processors in waves, of which `wave` is empty on average; and a tile takes as long as `ramp` more steps of its inner
-dimension, to begin and to end. A kernel takes the longer of computing and moving bytes (the roofline: Williams et al.,
-CACM 52(4), 2009), and `start` besides.
+A kernel takes the longer of computing and moving bytes (the roofline: Williams et al., CACM 52(4), 2009), plus `start`.
+Only large GEMMs reach a machine's attainable rate, because of two losses. Processors compute a GEMM's tiles of TILE
+numbers in waves, and on average a share `wave` of one wave is empty. Each tile also takes `ramp` steps more than its
+inner dimension has, to begin and to end.
 
-The sum over a block's operators is what `step_time.stage_seconds` says of a microbatch, except for the host: how long
-the device waits for launches is known of a block as a whole, not of an operator.
+`step_time.stage_seconds` adds up a block's operators in the same way, and adds the time that the device waits for the
+host to launch kernels: that is computed for a whole block, not for an operator.
 """
 
 from collections.abc import Iterable
@@ -34,15 +34,15 @@ GROUPS: dict[Group, str] = {
 
 
 def new_bytes(kernel: Kernel) -> float:
-    """Bytes of a result so large that the C library maps new memory for it each time: half of what an element-wise
-    kernel moves."""
+    """Bytes of results that are so large that the C library maps new memory for each. Results are half of the bytes
+    that an element-wise kernel moves."""
     elementwise = kernel.nbytes / kernel.kernels / 2
     made = kernel.number * kernel.rows * kernel.columns * kernel.width if kernel.inner else elementwise
     return kernel.kernels * made if made >= MAPPED else 0.0
 
 
 def product_rate(kernel: Kernel, system: System) -> float:
-    """FLOP/s of a GEMM of this size, if bytes do not hold it up."""
+    """FLOP/s of a GEMM of this size if memory does not limit it."""
     constants, waves = system.constants, kernel.number * kernel.rows * kernel.columns / (TILE * system.processors)
     if kernel.fused:
         return system.rate(kernel.width) * constants.product * constants.fused * waves / (waves + constants.wave)
@@ -57,9 +57,9 @@ def collective_seconds(each: Collective, plan: Plan, system: System) -> float:
 
 
 def waiting_seconds(each: Collective, ranks: int, local: int, overlap: Overlap, system: System) -> float:
-    """Seconds that computing waits for one collective over `ranks`, `local` to a node. Where all overlap, a gather or
-    scatter of sequence parallelism is cut into as many parts as there are ranks, of which all but one travel behind a
-    GEMM."""
+    """Seconds that computing waits for one collective over `ranks`, `local` of them in a node. With overlap "all" a
+    gather or scatter of sequence parallelism is cut into one part per rank, and all parts but one are sent while a
+    GEMM computes."""
     seconds = group_seconds(each.verb, each.nbytes, ranks, local, system)
     if overlap == "all" and each.axis == "tp" and each.verb in RINGS:
         return seconds * (1 + system.constants.hidden * (ranks - 1)) / ranks
@@ -67,11 +67,11 @@ def waiting_seconds(each: Collective, ranks: int, local: int, overlap: Overlap, 
 
 
 def group_seconds(verb: str, nbytes: float, ranks: int, local: int, system: System, calls: int = 1) -> float:
-    """Bandwidth-optimal collectives, `calls` in all, on tensors of `nbytes` together over `ranks`, `local` to a node.
+    """Seconds of `calls` bandwidth-optimal collectives on `nbytes` in all, over `ranks`, `local` of them in a node.
 
-    Members in one node send to other nodes side by side, each through a network port of its own: together they have
-    `local` times the bandwidth of one, up to that inside. An all-to-all sends each rank only its own part.
-    Latency adds up along a ring for gathers and scatters; others take as many steps between nodes as a tree is deep.
+    Ranks of a node send to other nodes at once, each through a network port of its own: together at `local` times one
+    port's bandwidth, at most at that inside a node. An all-to-all sends each rank only its own part. Gathers and
+    scatters have the latency of every step of a ring, other collectives that of log2(nodes) steps between nodes.
     """
     if ranks == 1:
         return 0.0
@@ -87,7 +87,7 @@ def group_seconds(verb: str, nbytes: float, ranks: int, local: int, system: Syst
 
 
 def message_seconds(nbytes: float, near: bool, system: System) -> float:
-    """One message to a rank of the same node (`near`) or of another."""
+    """Seconds of one message to a rank of the same node (`near`) or of another."""
     inside, between = system.link_rates
     return (system.inside if near else system.between).latency + nbytes / (inside if near else between)
 
@@ -162,8 +162,8 @@ def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: P
 
 
 def kernel_time(kernel: Kernel, system: System) -> Timing:
-    """Time of one kernel, or of several alike: the longer of computing and moving, which overlap, and what comes
-    besides."""
+    """Time of one kernel, or of several alike: the longer of computing and moving bytes, which overlap, plus its
+    start and the first write to new memory."""
     computing = kernel.flops / product_rate(kernel, system) if kernel.inner else 0.0
     moving = kernel.nbytes / system.memory_rate
     touching = system.touch * new_bytes(kernel) if system.touch else 0.0
@@ -175,7 +175,7 @@ def kernel_time(kernel: Kernel, system: System) -> Timing:
 @dataclass(frozen=True)
 class TimedPart:
     """A kind of block, or an end of the model, on one rank for one microbatch: how often it occurs, its operators in
-    order, and their sums. What is recomputed may be sent again as well."""
+    order, and their sums. Recomputation repeats the collectives `sent_again`."""
 
     group: Group
     times: float
@@ -185,7 +185,7 @@ class TimedPart:
     recompute: Timing
 
     sent_again: tuple[Collective, ...] = ()
-    recomputed: bool = True  # False: one of the blocks that recompute nothing, beside others that do
+    recomputed: bool = True  # False: blocks that recompute nothing, where other blocks do
 
     @property
     def name(self) -> str:
@@ -193,7 +193,7 @@ class TimedPart:
 
 
 def timed_part(config: ModelConfig, plan: Plan, seq: int, group: Group, system: System, times: float = 1) -> TimedPart:
-    """The operators of a block or an end on one rank, for one microbatch."""
+    """Time the operators of a block, the embedding or the head on one rank, for one microbatch."""
     rank = Rank(config, plan.alone(), seq)
     found = [
         TimedOperator(

@@ -1,8 +1,8 @@
 """Operators of a model on one rank: the kernels that each runs, the bytes it keeps for backward, and what it sends.
 
-One kernel is a norm, bias with GELU or a gate, bias with dropout and the residual stream,
-softmax with scale and mask (Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198, section 4.1). What
-they keep for backward adds up to the second paper's table 2.
+Each of these is one fused kernel: a norm; bias with GELU or a gate; bias with dropout and the residual sum;
+softmax with scale and mask (Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198, section 4.1). The
+bytes that all operators keep for backward add up to the second paper's table 2.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from cs336_systems.cost.shape import Latent, head_widths, latent_of, shared_widt
 
 
 def norm(rank: Rank, name: str) -> Operator:
-    """A norm in one kernel; backward reads the stream and its gradient, and adds up that of the weight in another.
-    Plain torch has LayerNorm in one kernel, but squares, averages and scales for RMSNorm one after another."""
+    """A norm in one kernel. Backward has two: one reads the residual stream and its gradient, one sums the weight's
+    gradient. Plain torch has one kernel for LayerNorm, but separate ones for RMSNorm's square, mean and scale."""
     layernorm, stream = rank.config.norm == "layernorm", rank.resting
     fused = layernorm or rank.fused
     ahead, back = (sweep(2 * stream), sweep(3 * stream, 2)) if fused else (sweep(8 * stream, 4), sweep(14 * stream, 8))
@@ -26,28 +26,28 @@ def norm(rank: Rank, name: str) -> Operator:
 
 
 def _entered(rank: Rank, nbytes: float = 0.0) -> dict[str, Any]:
-    """Collectives of the first GEMM of a branch, whose input has so many bytes, or those of the stream: its gradient is
-    a sum over tensor-parallel ranks. Under sequence parallelism it is gathered (arXiv:2205.05198, section 4.2.2)."""
+    """Collectives of a branch's first GEMM, whose input has `nbytes`, by default as the residual stream. Backward sums
+    its gradient over tp; sequence parallelism also gathers the input (arXiv:2205.05198, section 4.2.2)."""
     nbytes = nbytes or rank.stream
     reduced = {"returned": (Collective("all-reduce", "tp", nbytes),)}
     return _gathered("tp", nbytes) if rank.plan.sequence else reduced
 
 
 def _gathered(axis: str, nbytes: float) -> dict[str, Any]:
-    """Collectives of an input that is gathered, in backward once more, and whose gradient is scattered."""
+    """Collectives of an input that forward gathers: backward gathers it again and reduce-scatters its gradient."""
     gather, scatter = (Collective(verb, axis, nbytes) for verb in ("all-gather", "reduce-scatter"))
     return {"sent": (gather,), "returned": (gather, scatter)}
 
 
 def _summed(rank: Rank) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives (forward, backward) of a sum over tensor-parallel ranks, which sequence parallelism scatters."""
+    """Collectives (forward, backward) that sum a result over tp; sequence parallelism scatters the sum."""
     if not rank.plan.sequence:
         return (Collective("all-reduce", "tp", rank.stream),), ()
     return (Collective("reduce-scatter", "tp", rank.stream),), (Collective("all-gather", "tp", rank.stream),)
 
 
 def leave(rank: Rank, name: str) -> Operator:
-    """Sum a branch over tensor-parallel ranks; then bias, dropout and residual stream, fused or a kernel each."""
+    """End of a branch: its sum over tensor-parallel ranks, then bias, dropout, residual sum, fused or a kernel each."""
     stream, mask = rank.resting, rank.resting / rank.plan.width if rank.config.dropout else 0.0
     sent, returned = _summed(rank)
     apart = 0 if rank.fused else (2 if rank.config.bias else 0) + (2 if rank.config.dropout else 0)
@@ -58,7 +58,7 @@ def leave(rank: Rank, name: str) -> Operator:
 
 @lru_cache(maxsize=16384)
 def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
-    """Operators of a block or of an end of the model, in order; the router of experts is taken to be balanced."""
+    """Operators of a block, the embedding or the head, in order; the experts' router is assumed to be balanced."""
     if group in ("embedding", "head"):
         return tuple(_embedding(rank) if group == "embedding" else _head(rank))
     inside = _experts(rank) if group == "sparse" else _feed_forward(rank, "")
@@ -76,7 +76,7 @@ def _attention(rank: Rank) -> Iterator[Operator]:
     else:
         yield rank.linear("query, key, value", tokens, d, query + key + value, kept=rank.resting, **_entered(rank))
     if rank.config.positions == "rotary":
-        # In 32 bits if each operation is a kernel: cast, turn, cast again.
+        # Separate kernels work in 32 bits: cast, rotate, cast back.
         passes, kernels = (2, 2) if rank.fused else (10, 6)
         turned = sweep(passes * rank.bytes_of(query + key), kernels)
         yield Operator("rotary positions", (turned,), (turned,))
@@ -87,7 +87,7 @@ def _attention(rank: Rank) -> Iterator[Operator]:
 
 def _latent(rank: Rank, latent: Latent) -> Iterator[Operator]:
     """Queries, keys and values of multi-head latent attention (arXiv:2405.04434, section 2.1). Every tensor-parallel
-    rank makes the narrow vectors, of its part of the sequence if that is split, and its own heads of them."""
+    rank computes the narrow vectors, for its part of the sequence if that is split, and from them its own heads."""
     plan, d, tokens, (query, key, value) = rank.plan, rank.config.d_model, rank.tokens, rank.widths
     narrow, own = latent.query + latent.key_value + latent.rotary, tokens // (plan.tp if plan.sequence else 1)
     yield rank.linear("latents", own, d, narrow, kept=rank.resting)
@@ -155,8 +155,8 @@ def _feed_forward(rank: Rank, prefix: str) -> Iterator[Operator]:
 
 
 def _activation(rank: Rank, prefix: str, held: float) -> Operator:
-    """One kernel over hidden activations of `held` bytes; a gate reads, and keeps, two of each. Plain torch adds a bias
-    before GELU, and multiplies after SiLU, in a kernel of its own."""
+    """One kernel over hidden activations of `held` bytes; SwiGLU reads and keeps two such tensors. Plain torch
+    has a second kernel: for the bias before GELU, or for the product after SiLU."""
     inputs, name = (2, f"{prefix}SwiGLU") if rank.config.feed_forward == "swiglu" else (1, f"{prefix}GELU")
     apart = 0 if rank.fused or (inputs == 1 and not rank.config.bias) else 1
     ahead, back = inputs + 1 + 2 * apart, 2 * inputs + 1 + (3 * apart if inputs == 2 else 0)
@@ -169,8 +169,8 @@ def _experts(rank: Rank) -> Iterator[Operator]:
     rows, number, gated = kept_rows(config, rank.tokens), config.num_experts // plan.ep, config.feed_forward == "swiglu"
     hidden, each = config.expert_d_ff // plan.tp, max(1, rows // number)
     moved, held = float(plan.width * rows * d), float(plan.width * rows * hidden)
-    # Under sequence parallelism each tp rank routes its own tokens and sends their rows, which are gathered where
-    # experts are split, kept so for backward, and summed and scattered before they go back.
+    # Under sequence parallelism each tp rank routes and sends its own tokens. Where the experts are, rows are gathered
+    # over tp and kept so for backward; results are summed and scattered over tp before they go back.
     parts = plan.tp if plan.sequence else 1
     own = moved / parts
     way = (Collective("all-to-all", "ep", own),)
@@ -188,7 +188,7 @@ def _experts(rank: Rank) -> Iterator[Operator]:
 
 
 def _embedding(rank: Rank) -> Iterator[Operator]:
-    """From token ids to the residual stream: a table whose rows are split over tp, positions, dropout."""
+    """Embedding of tokens: a table whose rows are split over tp, then positions and dropout."""
     config = rank.config
     extra = (config.context_length if config.positions == "learned" else 0) + config.token_types
     mask = rank.resting / rank.plan.width if config.dropout else 0.0
@@ -205,13 +205,13 @@ def _head(rank: Rank) -> Iterator[Operator]:
     if rank.config.bert_heads:
         yield rank.linear("transform", tokens, d, d, wide=True, kept=2 * rank.stream)
     yield rank.linear("logits", tokens, d, columns, wide=True, kept=rank.resting, **_entered(rank))
-    # Cast, largest, subtract, exponentiate, sum and divide; backward makes the gradient, and casts it.
-    # The largest logit of all ranks; then the sum, and the target's logit, which one rank has.
+    # Kernels of forward: cast, maximum, subtract, exponential, sum, divide; of backward: the gradient, and its cast.
+    # All-reduces: the largest logit; then the sum, and the target's logit, which only one rank has.
     sent = Collective("all-reduce", "tp", 4.0 * tokens), Collective("all-reduce", "tp", 8.0 * tokens)
     swept = (sweep(24 * logits, 6),), (sweep(14 * logits, 2),)
     yield Operator("loss", *swept, kept=4 * logits, sent=sent)
 
 
 def vocabulary_rows(rank: Rank) -> int:
-    """Rows of the vocabulary on a rank, padded until they divide."""
+    """Rows of the vocabulary on a rank; it is padded until it divides over tp."""
     return -(-rank.config.vocab_size // rank.plan.tp)

@@ -1,11 +1,11 @@
-"""How many parameters a configuration has, part by part, in closed form."""
+"""Number of parameters of a configuration, part by part, in closed form."""
 
 from cs336_systems.cost.shape import latent_of, projection_sizes, shared_width
 from cs336_systems.presets import ModelConfig
 
 
 def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
-    """One dense feed-forward layer, or one expert, of a hidden width: two matrices, three if gated."""
+    """Parameters of a dense feed-forward layer, or an expert, of a hidden width: two matrices, three if gated."""
     d, f = config.d_model, hidden
     ups = 2 if config.feed_forward == "swiglu" else 1
     return (ups + 1) * d * f + (ups * f + d if config.bias else 0)
@@ -20,7 +20,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     # A layer of experts has these, a router without a bias, and perhaps a shared expert.
     experts = config.num_experts * (feed_forward_parameters(config, config.expert_d_ff) + d) if sparse else 0
     shared = feed_forward_parameters(config, shared_width(config)) if config.mixture.shared_expert else 0
-    # BERT's transform, norm, bias, pooler and classifier of pairs.
+    # BERT's transform, norm, bias, pooler and classifier of sentence pairs.
     bert = (d * d + d) + 2 * d + vocab + (d * d + d) + (2 * d + 2)
     return {
         "embedding": d * (vocab + config.token_types),

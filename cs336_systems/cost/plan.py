@@ -17,8 +17,8 @@ from cs336_systems.presets import ModelConfig
 # Megatron's order of ranks: neighbours in tp are neighbours in the node.
 ORDER = ("tp", "cp", "ep", "dp", "pp")
 
-# Transfers that run while layers compute: none; those of data parallelism; or also those from layer to layer: gathers
-# and scatters of sequence parallelism, in parts between their GEMMs, and messages between interleaved stages.
+# Transfers that run while layers compute. "data": those of data parallelism. "all": also gathers and scatters of
+# sequence parallelism, cut into parts that overlap with their GEMMs, and messages between interleaved stages.
 Overlap = Literal["none", "data", "all"]
 
 # Megatron-LM's names of recomputation, and this project's; and the other way round.
@@ -47,21 +47,21 @@ class Plan:
     pp: int = 1
     dp: int = 1
     cp: int = 1  # context parallelism: ranks that a sequence is split over everywhere
-    ep: int = 1  # ranks that experts are split over; with dp they are the ranks that see different rows
-    chunks: int = 1  # of a stage, interleaved
+    ep: int = 1  # ranks that experts are split over; dp x ep ranks see different rows
+    chunks: int = 1  # of each stage; more than one are interleaved
     sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
-    zero: int = 0
+    zero: int = 0  # ZeRO stage
     micro_batch: int = 1
     global_batch: int = 1
     overlap: Overlap = "data"  # transfers that run while layers compute
     order: tuple[str, ...] = ORDER  # of the axes, from neighbours in a node to ranks far apart
     width: int = 2  # bytes of an activation, and of a weight in GEMMs
-    layers: tuple[int, ...] = ()  # of each part, chunk 0 of all stages first; empty: as even as they divide
+    layers: tuple[int, ...] = ()  # of each part, chunk 0 of all stages first; empty: split as evenly as possible
     stack: str = "megatron"  # the implementation (`stacks.py`)
     shard: int = 0  # replicas over which ZeRO splits, the nearest ones; 0: all. Fewer: hybrid sharding (HSDP)
     fp8: bool = False  # linear layers of blocks multiply 8-bit numbers
-    recompute_modules: tuple[str, ...] = ()  # of `MODULES`, where a model recomputes "attention"; none: its core
-    recompute_nth: int = 1  # of the blocks, only every n-th recomputes
+    recompute_modules: tuple[str, ...] = ()  # names in `MODULES`, if the model recomputes "attention"; none: its core
+    recompute_nth: int = 1  # only every n-th block recomputes
 
     def __post_init__(self) -> None:
         if self.overlap not in get_args(Overlap):
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """Ranks that see different rows."""
+        """Number of ranks that see different rows of the batch."""
         return self.dp * self.ep
 
     @property
     def replicas(self) -> int:
-        """Ranks that share a dense weight's gradient: those of different rows, and of parts of a sequence."""
+        """Number of ranks that reduce a dense weight's gradient together: for other rows or parts of a sequence."""
         return self.data * self.cp
 
     @property
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """tp pp cp dp ep."""
+        """Number of ranks: tp x pp x cp x dp x ep."""
         return self.tp * self.pp * self.replicas
 
     @property
@@ -124,12 +124,12 @@ class Plan:
         return replace(self, **changes)
 
     def alone(self) -> "Plan":
-        """The plan as far as it matters to one microbatch in a block: without dp, pp and the batch."""
+        """The part of the plan that matters to one microbatch in a block: without dp, pp and the batch."""
         block = self.tp, self.cp, self.ep, self.sequence, self.micro_batch, self.width
         return _alone(*block, self.fp8, self.recompute_modules)
 
     def local(self, *axes: str, node: int) -> int:
-        """Ranks of the group along some axes that one node holds, if nodes are filled in the plan's order."""
+        """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""
         held = _held(tuple((axis, getattr(self, axis)) for axis in self.order), node)
         return prod(held[axis] for axis in axes)
 
@@ -164,8 +164,8 @@ class Plan:
             )
 
     def stage_chunks(self, num_layers: int) -> list[list[range]]:
-        """Layers of each chunk of each stage: chunk 0 of all stages comes first, then chunk 1 of all stages. Where they
-        do not divide, the ends, which have embedding and head as well, are the first to have one layer less."""
+        """Layers of each chunk of each stage: chunk 0 of all stages comes first, then chunk 1 of all stages. If the
+        layers do not divide, parts at both ends get one less first, as they also have embedding and head."""
         return [list(found) for found in _chunks(num_layers, self.pp, self.chunks, self.layers)]
 
 
@@ -183,9 +183,9 @@ def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
         return dict(degrees)
     held, room = {}, node
     for axis, size in degrees:
-        # The largest divisor of a degree that finds room.
+        # The largest divisor of the degree that fits into what is left of the node.
         held[axis] = next(n for n in range(min(size, room), 0, -1) if size % n == 0 and room % n == 0)
-        # Neighbours along the axes that follow are further apart than an axis that does not fit is long.
+        # If this axis does not fit whole, neighbours along all later axes are on different nodes.
         room = room // size if held[axis] == size else 1
     return held
 
@@ -194,7 +194,7 @@ def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
 def _chunks(num_layers: int, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[range, ...], ...]:
     parts = pp * chunks
     size, rest = divmod(num_layers, parts)
-    # One layer less from both ends inwards, the last part first.
+    # Parts in the order in which they get one layer less: from both ends inwards, the last part first.
     inwards = sorted(range(parts), key=lambda part: (min(part, parts - 1 - part), -part))
     sizes = list(layers) or [size + (part not in inwards[: parts - rest]) for part in range(parts)]
     found = [range(end - each, end) for end, each in zip(accumulate(sizes), sizes, strict=True)]

@@ -1,12 +1,12 @@
 """Memory that each rank of a plan needs at the fullest moment of a step, stage by stage.
 
-Stages differ: the first holds the embedding and, where a pipeline fills, most microbatches in flight; the last holds
-head and logits. Weights, gradients and optimizer state are counted in full, activations are what the operators keep
-for backward, times the passes that the schedule has in flight (`schedule/lists.py`, played through); workspace, what a
-kernel needs for a moment, is an estimate. Biases of linear layers are left out, less than a thousandth.
+Stages differ: the first holds the embedding and the most microbatches in flight, the last holds head and logits.
+Weights, gradients and optimizer state are counted. Activations are the bytes that operators keep for backward, times
+the microbatches that the schedule has in flight (`schedule/lists.py`, simulated). Workspace, which a kernel needs for
+a moment, is estimated. Biases of linear layers, less than a thousandth, are left out.
 
-What the operators of a block keep of b sequences of s tokens, h wide, with a heads over t ranks adds up to the five
-forms of Korthikanti et al. (arXiv:2205.05198, table 2), in bytes, divided by s b h: 34 + 5 a s / h on one rank,
+For b sequences of s tokens, width h, a heads and t ranks, the bytes that a block's operators keep are the five forms of
+Korthikanti et al. (arXiv:2205.05198, table 2). Divided by s b h these are 34 + 5 a s / h on one rank,
 10 + 24 / t + 5 a s / (h t) with tensor parallelism, (34 + 5 a s / h) / t with sequence parallelism, 34 / t if
 attention's core is recomputed as well, and 2 (2 / t where the sequence is split) if the whole block is.
 """
@@ -27,14 +27,14 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import interleaved
 
 _BLOCKS = ("dense", "sparse")
-_MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits, and the weight itself where products have 16
+_MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits; the 32-bit weight, if products have 16
 
 
 class Unit(NamedTuple):
-    """One block, or an end of the model, on a rank; bytes of one microbatch."""
+    """One block, the embedding or the head, on a rank: bytes of one microbatch, and numbers of weights."""
 
     kept: float  # for backward, with recomputation
-    again: float  # what backward recomputes
+    again: float  # bytes that are not kept, as backward recomputes them
     inside: float  # workspace of backward: gradients and gathered tensors
     shared: float  # weights that all replicas share
     owned: float  # weights of its experts
@@ -48,7 +48,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     if not 0 <= stage < plan.pp:
         raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")
     shared, owned, _ = step_time.stage_weights(config, plan, seq, stage)
-    # What a stage holds repeats after as many microbatches as there are stages: a few times that are as good as many.
+    # Memory in flight repeats after as many microbatches as there are stages, so a few times as many are enough.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
     shape = plan.pp, plan.chunks, plan.layers, plan.recompute_nth
     activations, workspace = _working(config, plan.alone(), seq, shape, some, stage)
@@ -74,12 +74,12 @@ def usable_memory(system: System) -> float:
 
 
 def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
-    """True if the stage that needs most leaves the machine's reserve. Raises as `peak_bytes` does."""
+    """True if the stage that needs most leaves the machine's reserve free. Raises as `peak_bytes` does."""
     return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
 
 
 def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
+    """The first of all stages with the same layers and ends, for each kind: it has the most microbatches in flight."""
     return _fullest(config, plan.pp, plan.chunks, plan.layers)
 
 
@@ -95,11 +95,11 @@ def _fullest(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...])
 
 @lru_cache(maxsize=4096)
 def live_passes(stage: int, stages: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches in flight through each chunk of a stage, at every moment that it holds most.
+    """Microbatches in flight in each chunk of a stage, at every moment when their total is largest.
 
-    1F1B: min(p - r, m). Interleaved in Megatron's order it runs w = 2 (p - 1 - r) + (v - 1) p forwards first, or all
-    where m = p, and then a forward before each backward: w + 1 passes of one chunk, which on stage 0 is
-    1 + (p - 1) / (p v) times what p microbatches keep there. Which chunks they are of changes from moment to moment.
+    1F1B has min(p - r, m), on stage r of p with m microbatches. Interleaved, with v chunks, it runs w = 2 (p - 1 - r)
+    + (v - 1) p forwards first (all if m = p), then one before each backward: w + 1 passes of a chunk are in flight. On
+    stage 0 they keep 1 + (p - 1) / (p v) times as much as p microbatches. Their chunks change from moment to moment.
     """
     held, moments = [0] * chunks, list[tuple[int, ...]]()
     for action in interleaved(stage, stages, microbatches, chunks):
@@ -124,7 +124,7 @@ def unit(config: ModelConfig, alone: Plan, seq: int, group: Group) -> Unit:
         again = repeated(rank, group, config.recompute).dropped
         kept -= again
     elif group == "head" and alone.width < 4:
-        gathered += operators[-1].kept / 4 * alone.width  # the loss keeps logits in 32 bits, products want fewer
+        gathered += operators[-1].kept / 4 * alone.width  # the loss keeps 32-bit logits, GEMMs take 16-bit ones
     return Unit(kept, again, largest + gathered, *step_time.group_weights(rank, group)[:2])
 
 
@@ -150,7 +150,7 @@ def _working(
     kept = []
     for chunk, owned in enumerate(stages[stage]):
         sparse = sum(map(config.has_experts, owned))
-        # A segment keeps the input of its first block alone.
+        # A segment keeps only the input of its first block.
         share = ceil(len(owned) / every) / max(1, len(owned))
         blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]
         found = sum(
@@ -164,16 +164,16 @@ def _working(
     groups = step_time.stage_groups(config, plan, stage)
     blocks = [unit(config, alone, seq, group) for group, _ in groups if group in _BLOCKS]
     inside = max(every * each.again + (every - 1) * each.kept + each.inside for each in blocks) if blocks else 0.0
-    # When backward comes to the blocks, what the head kept of this microbatch is gone.
+    # Backward frees what the head kept of this microbatch before it comes to the blocks.
     return activations, max(head.inside, inside - head.kept, 0.0)
 
 
 def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
     """Bytes of weights, gradients and AdamW's state (Rajbhandari et al., arXiv:1910.02054, section 3.1, with gradients
-    in 32 bits): 18 a weight, 16 where products have 32 bits as well. FP8 has each weight in two layouts of 8 bits.
+    in 32 bits): 18 per weight, or 16 if products have 32 bits as well. FP8 keeps each weight in two 8-bit layouts.
 
-    Over the ranks that share a weight ZeRO splits the state from stage 1 on, gradients from stage 2 and weights in
-    stage 3. In stage 2 gradients of several microbatches add up whole, as they are scattered once a step.
+    ZeRO splits the state from stage 1 on, gradients from stage 2 and weights in stage 3, over the ranks that share a
+    weight. With several microbatches stage 2 adds up whole gradients, as it scatters them once a step.
     """
     whole, split = shared + owned, shared / plan.shards[0] + owned / plan.shards[1]
     passes = plan.microbatches * plan.chunks
@@ -185,8 +185,8 @@ def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
 
 
 def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
-    """Bytes that ZeRO gathers for a moment: in stage 3 the weights of two neighbours, one in use and one prefetched,
-    and in stages 2 and 3 the gradients of one before they are scattered."""
+    """Bytes that ZeRO holds whole for a moment: in stage 3 the weights of two blocks, one in use and one prefetched,
+    and in stages 2 and 3 the gradients of one block before they are scattered."""
     if plan.zero < 2 or plan.shards[0] == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
         return 0.0
     rank, sizes = Rank(config, plan.alone(), seq), []

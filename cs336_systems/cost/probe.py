@@ -1,4 +1,4 @@
-"""Measure this machine's ceilings, and what starting an operator and touching new memory cost, in a second or two.
+"""Measure this machine's ceilings, and the costs of a launch and of touching new memory, in a second or two.
 
 The only file of the cost model that runs torch.
 """

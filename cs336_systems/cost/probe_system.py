@@ -1,8 +1,8 @@
-"""Measure this machine for the cost model: GEMMs of many sizes, memory, launching an operator, sending.
+"""Measure this machine for the cost model: GEMMs of many sizes, memory, the launch of an operator, sending.
 
 Commands import it when they measure: a prediction loads no torch, and ranks are forked before any tensor code runs.
 
-The fastest of many tries counts, since noise only ever adds: figures are of a machine that does nothing else.
+The fastest of many tries counts, since noise only adds time: the figures describe a machine that does nothing else.
 """
 
 import json
@@ -44,7 +44,7 @@ GPU_SIZES = (
 RAMPS = (0.0, 2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 100.0, 140.0, 180.0, 250.0, 350.0, 500.0, 700.0, 1000.0)
 WAVES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 ROUNDS = 8  # over all sizes, so that a busy moment spoils no size alone
-BUSY = 1.15  # a median this many times the best tells of other programs
+BUSY = 1.15  # a median this many times the best shows that other programs run
 SMALL_BYTES, LARGE_BYTES, RANKS = 4096, 2**24, 2
 COPIED = {"cpu": 2**27, "cuda": 2**30}  # bytes of a large copy
 HEADS = 64  # of fused attention, each of 512 tokens by 64
@@ -60,7 +60,7 @@ class TimedGemm(NamedTuple):
 
 
 class GemmLaw(NamedTuple):
-    """FLOP/s of endless GEMMs, the losses of small ones, and how well this describes what was measured."""
+    """FLOP/s of very large GEMMs, the losses of small ones, and the error of this description."""
 
     rate: float
     ramp: float
@@ -69,8 +69,8 @@ class GemmLaw(NamedTuple):
 
 
 def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
-    """Fit the law of `operator_time.product_rate` to some GEMMs, small and large ones counting alike. `tile` is how
-    many numbers all processors make at once, `start` the seconds that launching an operator takes."""
+    """Fit the law of `operator_time.product_rate` to some GEMMs, small and large ones counting alike. `tile` is the
+    count of numbers that all processors compute at once, `start` the seconds to launch an operator."""
 
     def fitted(ramp: float, wave: float) -> GemmLaw:
         logs = []
@@ -105,7 +105,7 @@ def probe_system(device: torch.device, budget: float, advance: Callable[[str], N
     law, fused = laws[width], attention_rate(device, 0.05 * budget, width) / laws[width].rate
     advance("attention")
     constants = {"product": 1.0, "ramp": law.ramp, "wave": law.wave, "fused": fused, "memory": min(1.0, added / copy)}
-    # A GPU runs behind the host; a CPU does one after the other.
+    # A GPU runs asynchronously; a CPU launches and computes one after the other.
     constants |= {"inside": 1.0, "between": 1.0, "call": 0.0, "host": start if cuda else 0.0}
     constants |= {} if cuda else {"start": start}
     measured = f"measured on {device_name(device)}, {datetime.now(UTC).date().isoformat()}"
@@ -189,7 +189,7 @@ def measure_link(device: torch.device) -> tuple[Link, str]:
 
 
 def _time_link(place: Place, kind: str, out: str) -> None:
-    """On one of two ranks: time all-reduces of a little and of much, from which the first writes the link's figures."""
+    """Time small and large all-reduces on one of two ranks; the first rank writes the link's figures from them."""
     device, backend = torch.device(kind), "nccl" if kind == "cuda" else "gloo"
     with distributed(device, backend, 60.0, place) as group:
         best = {}

@@ -1,4 +1,4 @@
-"""One rank of a plan, and the words for what it does: kernels, collectives and operators.
+"""One rank of a plan, and the types of its work: kernels, collectives and operators.
 
 An operator is one step of a layer on one rank for one microbatch, as large runs compute it: 16-bit activations, and
 fused element-wise kernels.
@@ -65,12 +65,12 @@ class Rank:
 
     @property
     def stream(self) -> float:
-        """Bytes of (tokens d_model)."""
+        """Bytes of the residual stream, (tokens d_model)."""
         return float(self.plan.width * self.tokens * self.config.d_model)
 
     @property
     def resting(self) -> float:
-        """Bytes of the same between tensor-parallel layers, where sequence parallelism splits it."""
+        """Bytes of the residual stream between tensor-parallel layers, where sequence parallelism splits it."""
         return self.stream / self.plan.tp if self.plan.sequence else self.stream
 
     @property
@@ -94,7 +94,7 @@ class Rank:
         return self.config.kernels == "triton"
 
     def product(self, rows: int, inner: int, columns: int, count: int = 1, number: int = 0) -> Kernel:
-        """`count` GEMMs (rows inner) x (inner columns) in one kernel, of numbers of so many bytes."""
+        """`count` GEMMs (rows inner) x (inner columns) in one kernel, of numbers of `number` bytes."""
         number = number or self.plan.width
         moved = float(count * (number * (rows * inner + inner * columns) + self.plan.width * rows * columns))
         return Kernel(2.0 * count * rows * inner * columns, moved, rows, columns, inner, count, width=number)

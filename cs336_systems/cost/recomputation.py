@@ -1,7 +1,7 @@
-"""Recomputation: the operators of a block that backward runs again, so that what they keep is not kept.
+"""Recomputation: operators of a block that backward runs again, so that forward need not keep their activations.
 
-Whole blocks (Chen et al., arXiv:1604.06174), attention's core (Korthikanti et al., arXiv:2205.05198, section 5), or
-modules in Megatron-LM's words.
+They are whole blocks (Chen et al., arXiv:1604.06174), attention's core (Korthikanti et al., arXiv:2205.05198,
+section 5), or modules by Megatron-LM's names.
 """
 
 from functools import lru_cache
@@ -13,7 +13,7 @@ from cs336_systems.cost.rank import Collective, Group, Operator, Rank
 
 
 class Repeated(NamedTuple):
-    """Operators of a block that backward runs again, the bytes that are not kept for it, and what is sent again."""
+    """Operators of a block that backward runs again, the bytes that are then not kept, and collectives sent again."""
 
     operators: tuple[Operator, ...] = ()
     dropped: float = 0.0
@@ -22,7 +22,7 @@ class Repeated(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def repeated(rank: Rank, group: Group, recompute: str) -> Repeated:
-    """Recomputation in a block: of all but its input ("nested" counts as "segments", an upper bound), or of modules.
+    """Recomputation in a block: from its input on ("nested" counts as "segments", an upper bound), or of modules.
 
     Attention's core starts from queries, keys and values (arXiv:2205.05198, section 5); feed-forward and experts start
     from their input, and send again; a norm, and an expert's activation, run again for the operator that they feed,
@@ -45,7 +45,7 @@ def repeated(rank: Rank, group: Group, recompute: str) -> Repeated:
 
 
 def _module(rank: Rank, operators: tuple[Operator, ...], module: str) -> Repeated:
-    """Recomputation of one of `plan.MODULES`; of nothing where the block does not have it."""
+    """Recomputation of one of `plan.MODULES`; of nothing if the block does not have it."""
     named = {each.name: each for each in operators}
     if module == "core_attn":
         core = tuple(each for each in operators if each.core)

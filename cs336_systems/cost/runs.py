@@ -1,8 +1,8 @@
 """Published or measured runs, one JSON object each: read into a model, a plan and a machine.
 
-Sizes and degrees are required. Every other key has a default, which `DEFAULTS` states: where authors chose and did not
-tell, what they would have chosen. People write `"8"` for 8, 1 for true and `Selective` for selective, which is all
-understood. What is not understood counts as absent, and a note says so.
+Sizes and degrees are required. Every other key has a default in `DEFAULTS`: the likely choice of authors who do not
+say what they chose. People write `"8"` for 8, 1 for true and `Selective` for selective, which is all read.
+A value that cannot be read counts as absent, and a note says so.
 """
 
 import tomllib
@@ -30,22 +30,22 @@ from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, model_preset
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
-LEFT_OUT = PUBLISHED.parent / "left_out.json"  # measured over predicted of each, by a fit without its family
+LEFT_OUT = PUBLISHED.parent / "left_out.json"  # measured over predicted time of each, by a fit without its family
 OLDER = ("V100", "A100", "ThetaGPU")
-LITTLE = 0.25  # of the microbatches: a pipeline with more other stages takes long to fill and to drain
+LITTLE = 0.25  # of the microbatches: with more other stages than that, a pipeline fills and drains for long
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST = 10**15
 
 KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
-# Words of some keys, and what is meant: recomputation and attention in the terms of `ModelConfig`.
+# Values of some keys as words, with their meaning: recomputation and attention in the terms of `ModelConfig`.
 FLAGS: dict[str, Any] = {"0": False, "1": True, "false": False, "true": True}
 WORDS = {"recompute": RECOMPUTE, "attention": {"flash": "sdpa", "unfused": "naive"}}
 WORDS |= dict.fromkeys(("sp", "gated", "fp8"), FLAGS)
 
 
 def tidy(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read the keys of a run: (those that say something, as numbers, flags and words; a note on each not understood).
+    """Read the keys of a run: (values, as numbers, flags and words; a note on each that cannot be read).
     Raises UserError for a required key that is missing or is no whole number from 1 on."""
     found: dict[str, Any] = {}
     notes = []
@@ -117,11 +117,11 @@ class TrainingRun:
         return STACKS[self.plan.stack]
 
     def under(self, constants: Constants) -> "TrainingRun":
-        """The run on the same machine by other constants."""
+        """Copy of the run, on the same machine with other constants."""
         return replace(self, system=self.stack.on(self.system, constants))
 
     def seconds_by(self, constants: Constants) -> float:
-        """Predicted seconds of a step by other constants."""
+        """Predicted seconds of a step with other constants."""
         return self.under(constants).step().total
 
     def step(self) -> StepTime:
@@ -228,8 +228,8 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
 
     if "mbs" in row:
         return plan(row["mbs"])
-    rounds, seq = pp if row.get("vpp", 1) > 1 else 1, config.context_length  # interleaved stages go around
-    # Where no size divides, the plan of 1 says why.
+    rounds, seq = pp if row.get("vpp", 1) > 1 else 1, config.context_length  # interleaved: in rounds of pp
+    # If no size divides, the check of a microbatch of 1 says why.
     plans = [plan(size) for size in MICRO_BATCHES if batch % (dp * size * rounds) == 0] or [plan(1)]
     plans[0].check(config, seq)
     able = [each for each in plans if fits(config, each, seq, system)] or plans[:1]  # the first needs least memory

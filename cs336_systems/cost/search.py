@@ -1,9 +1,9 @@
 """Search all layouts of a model on so many accelerators: the best, and why the rest lose.
 
-Every configuration ends in one of three ways. It does not divide; or some rank needs more memory than there is; or it
-runs, and `step_time` says for how long. Of what runs, the fastest with each value of each choice is compared with the
-winner, part by part of its step: the part that grows most is why that value loses. Configurations of the same time and
-memory, as those of ZeRO 1 and 2 are where several microbatches add up, share one place among the best.
+Each configuration has one of three outcomes: it does not divide; or some rank needs more memory than there is; or it
+runs, and `step_time` predicts its time. For each value of each choice, the fastest configuration with that value is
+compared with the winner, part by part of the step: the part that grows most explains why the value loses.
+Configurations of equal time and memory share one place, such as ZeRO 1 and 2 with several microbatches.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from cs336_systems.presets import ModelConfig
 
 BEST = 10
 LIMIT = 30_000
-_REFINED = 20  # of a space that was cut: the best whose microbatches, chunks and placements are all tried
+_REFINED = 20  # best configurations of a space that was cut, around which the rest is tried as well
 
 
 def choices(config: ModelConfig, plan: Plan, place: str) -> dict[str, Any]:
@@ -62,14 +62,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Loss:
-    """The best configuration with one value of a choice, and why it loses; none where nothing with it fits."""
+    """The best configuration with one value of a choice, and why it loses; `best` is None if nothing with it fits."""
 
     axis: str
     value: Any
     best: Candidate | None
-    factor: float  # of the winner's time
-    part: str  # of the step that grows most, or "memory"
-    more: float  # seconds, or bytes that are missing
+    factor: float  # its time over the winner's
+    part: str  # the part of the step that grows most, or "memory"
+    more: float  # seconds that this part grows, or bytes of memory that are missing
     net: float = 0.0  # seconds that the step is longer
     gain: str = ""  # the part that shrinks most
     less: float = 0.0  # seconds that it shrinks
@@ -81,14 +81,14 @@ class Loss:
             return f"does not fit: {format_bytes(self.more)} too much at least"
         step = self.best.step
         if self.part == "computing" and step.plan.pp > 1:
-            # Where layers do not divide, the last stage is the first to go without.
+            # If the layers do not divide, the last stage is the first to have one less.
             last = step.stage == step.plan.pp - 1
             return f"stages are uneven: {'the last has the head as well' if last else 'the busiest computes longer'}"
         return PARTS[self.part]["longer"] if self.part in PARTS else "the winner has it"
 
 
 class Miss(NamedTuple):
-    """The configuration that would need least more memory."""
+    """The configuration that lacks the least memory."""
 
     config: ModelConfig
     plan: Plan
@@ -98,7 +98,7 @@ class Miss(NamedTuple):
 
 @dataclass
 class Search:
-    """Result of a search; the counts of what does not divide, does not fit and runs add up to what was tried."""
+    """Result of a search. Each configuration that was tried counts once: as indivisible, too large or running."""
 
     space: Space
     system: System
@@ -132,8 +132,8 @@ def search(
 ) -> Search:
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
-    `fixed` holds some of `AXES` at one value. A space of more than `limit` configurations is cut, and `left_out` says
-    by what; around the best the rest is tried as well. `overlap` is the machine's unless given. `advance` is called
+    `fixed` holds some of `AXES` at one value. A space of more than `limit` configurations is cut: `left_out` names
+    what is left out, except around the best. `overlap` is the machine's unless given. `advance` is called
     after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
     """
     if gpus > MOST_GPUS:
@@ -162,7 +162,7 @@ def search(
 
 
 def _nothing(found: Search, cut: Space, limit: int) -> str:
-    """The error where nothing runs, with what would; of `cut`, up to `limit` configurations were searched."""
+    """Text of the error if nothing runs, with advice; up to `limit` configurations of `cut` were searched."""
     space, system, tried = found.space, found.system, found.tried
     machines = f"{space.gpus} x {system.name}"
     if found.left_out and gpus_needed(space, system, space.gpus, space.gpus):
@@ -184,7 +184,7 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
 
 
 class _Trial:
-    """A search under way."""
+    """A search in progress."""
 
     def __init__(self, found: Search) -> None:
         self.found = found
@@ -236,7 +236,7 @@ class _Trial:
                     self.fastest[key] = candidate
 
     def refine(self, whole: Space) -> None:
-        """Try what was cut, around the best."""
+        """Try the choices that were cut, around the best configurations."""
         for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
             degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
             choice = Choice(*(near.values[axis] for axis in Choice._fields))
@@ -244,7 +244,7 @@ class _Trial:
                 self.configuration(whole, degrees, each, whole.placements(degrees))
 
     def finish(self) -> Search:
-        """The result, where something runs: the best of each time and memory, and the losses against the winner."""
+        """The result, if something runs: the best of each time and memory, and the losses against the winner."""
         found, places = self.found, dict[tuple[float, float], list[Candidate]]()
         self.ranking.sort(key=lambda entry: entry[:3])
         for total, memory, _, candidate in self.ranking:

@@ -1,7 +1,7 @@
-"""Advice where a search finds nothing that runs: a larger limit, more accelerators, or a fixed choice to release.
+"""Advice if a search finds nothing that runs: a larger limit, more accelerators, or a fixed choice to release.
 
-Advice keeps fixed choices. Where no number of accelerators would do with them, each is released in turn, and those are
-named without which fewest accelerators are enough.
+Advice keeps fixed choices if it can. If no number of accelerators is enough with them, each is released in turn, and
+the advice names those whose release needs the fewest accelerators.
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ from cs336_systems.host.console import flag
 
 def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
     """The first number of accelerators, doubled from `least` (twice as many as there are) to `most`, on which something
-    fits with what the space holds fixed; 0 if none does with this batch."""
+    fits with the space's fixed choices; 0 if nothing does with this batch."""
     gpus = least or 2 * space.gpus
     available = usable_memory(system)
     while gpus <= most:
@@ -30,7 +30,7 @@ def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_G
 
 
 def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
-    """True if degrees fit with those of the choices that need least memory."""
+    """True if these degrees fit with the choices that need least memory."""
     choices = set(space.choices(degrees))
     if not choices or ("placement" in space.fixed and not space.placements(degrees)):
         return False
@@ -40,7 +40,7 @@ def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
     for choice in sorted(choices, key=lambda each: (-each.zero, not each.sequence, each.micro_batch)):
         if (choice.chunks, choice.recompute) != (chunks, recompute):
             continue
-        # Gradients of ZeRO 2 are split only where a single microbatch is all: a large one may need less.
+        # ZeRO 2 splits gradients only if a step has a single microbatch: then a large one may need less.
         if choice.micro_batch > small and choice.zero != 2:
             continue
         with suppress(UserError):  # it does not divide
@@ -50,7 +50,7 @@ def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
 
 
 def more_gpus(space: Space, system: System) -> str:
-    """The number of accelerators that would do, and without which fixed choice, if none does with all of them."""
+    """Text: the number of accelerators that would be enough, or the fixed choice to release if none is."""
     if enough := gpus_needed(space, system):
         return f"it would fit on {enough}"
     never = f"no number up to {MOST_GPUS} would do"

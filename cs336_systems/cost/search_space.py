@@ -1,8 +1,8 @@
 """The space of a search over layouts: every way to spread a model over a number of accelerators.
 
-Degrees come first, all whose product is the number of accelerators. With them go a microbatch, chunks of a stage, a
-way of recomputation, sequence parallelism, a ZeRO stage, and which axes share a node. The choices multiply, so a
-space can be cut to a number of configurations.
+First come all degrees whose product is the number of accelerators. For each, there are choices of microbatch, chunks
+per stage, recomputation, sequence parallelism, ZeRO stage, and of the axes that share a node. The choices multiply, so
+a space can be cut to a number of configurations.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +20,8 @@ AXES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "recompute", "seq
 MOST_GPUS = 2**20
 RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "segments")
 
-# Cuts of a space that is too large, in this order: a field of `Space`, its value, the choice that this limits, and what
-# it leaves out in words.
+# Cuts of a space that is too large, in this order: a field of `Space`, its value, the choice that this limits, and the
+# words for what is left out.
 _CUTS: tuple[tuple[str, Any, str, str], ...] = (
     ("megatron_order", True, "placement", "placements other than Megatron's order"),
     ("most_chunks", 4, "chunks", "more than 4 chunks"),
@@ -42,7 +42,7 @@ class Degrees(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Choices that go with degrees, placement apart."""
+    """Choices for given degrees, except the placement."""
 
     micro_batch: int = 1
     chunks: int = 1
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Space:
     """All layouts of a model on `gpus` accelerators, `node` of them joined by the faster network. `fixed` holds some of
-    `AXES` at one value."""
+    the choices `AXES` at one value."""
 
     config: ModelConfig
     seq: int
@@ -67,7 +67,7 @@ class Space:
     most_micro_batch: int = 16
     most_chunks: int = 16
     zeros: tuple[int, ...] = (0, 1, 2, 3)
-    megatron_order: bool = False  # only that, one placement for each layout
+    megatron_order: bool = False  # only Megatron's order, one placement for each layout
     stack: str = "megatron"
     fp8: bool = False
 
@@ -94,7 +94,7 @@ class Space:
         return refused(lambda: Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq))
 
     def choices(self, degrees: Degrees) -> Iterator[Choice]:
-        """Every combination of choices with some degrees, whether it divides or not."""
+        """Every combination of choices for some degrees, even if it does not divide."""
         return starmap(Choice, product(*self._lists(degrees)))
 
     def placements(self, degrees: Degrees) -> list[tuple[str, ...]]:
@@ -140,7 +140,7 @@ class Space:
         return space, left_out
 
     def around(self, degrees: Degrees, choice: Choice) -> Iterator[Choice]:
-        """The choice with other microbatches and chunks."""
+        """The choice, with every other microbatch and number of chunks."""
         micro_batches, chunks, *_ = self._lists(degrees)
         return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
 

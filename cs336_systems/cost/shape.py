@@ -1,8 +1,8 @@
 """Shapes of models that the cost model can predict and this project's trainer does not build.
 
-Heads of a width of their own, multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), experts from
-the k-th layer on, of which a token is sent to more than two, and shared experts of any width; and the `config.json` of
-Hugging Face that says these.
+They have heads of any width, multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), experts from the
+k-th layer on, more than two experts for a token, or shared experts of any width. `read_shape` reads one from a
+`config.json` of Hugging Face.
 """
 
 import tomllib
@@ -42,7 +42,7 @@ class Routing(Mixture):
 
 @dataclass(frozen=True)
 class Shape(ModelConfig):
-    """A `ModelConfig` with what the trainer does not have."""
+    """A `ModelConfig` with features that the trainer does not have."""
 
     head_width: int = 0  # 0: d_model / num_heads
     latent: Latent | None = None
@@ -61,7 +61,7 @@ class Shape(ModelConfig):
 
 
 def shaped(**sizes: Any) -> ModelConfig:
-    """A model of some sizes, as a `Shape` where one of them asks for it; None counts as not given. Those of `Routing`
+    """A model of these sizes, a `Shape` only if one of them needs it; None counts as not given. Sizes of `Routing`
     change its mixture. Raises UserError for what does not divide."""
     sizes = {name: value for name, value in sizes.items() if value is not None}
     routing = {each.name: sizes.pop(each.name) for each in fields(Routing) if each.name in sizes}
@@ -81,7 +81,7 @@ def shaped(**sizes: Any) -> ModelConfig:
 
 
 def wider(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The model with changes, as `shaped` makes it."""
+    """Copy of the model with changes, made by `shaped`."""
     changes = {name: value for name, value in changes.items() if value is not None}
     return shaped(**{each.name: getattr(config, each.name) for each in fields(config)} | changes)
 
@@ -122,7 +122,7 @@ def read_shape(path: Path) -> ModelConfig:
     given = read_json(path, "no config.json")
     if not isinstance(given, dict):
         raise UserError(f"{path} is no config.json, which is one JSON object")
-    inner = given.get("text_config")  # where a model of pictures and text has its sizes
+    inner = given.get("text_config")  # the sizes of a model of pictures and text
     given = inner if isinstance(inner, dict) else given
     said = {name: _count(path, given, keys) for name, keys in NAMES["sizes"].items()}
     if missing := [name for name in NAMES["required"] if not said[name]]:
@@ -154,7 +154,7 @@ def read_shape(path: Path) -> ModelConfig:
 
 
 def _count(path: Path, given: Mapping[str, Any], keys: str) -> int | None:
-    """The first of some keys that is there. Raises UserError for what is no whole number of at least 0."""
+    """The value of the first of these keys that is present. Raises UserError unless it is a whole number from 0 on."""
     key = next((key for key in keys.split() if given.get(key) is not None), None)
     if key is None:
         return None

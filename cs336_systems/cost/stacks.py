@@ -1,5 +1,5 @@
-"""Stacks: implementations of training, such as Megatron-LM or PyTorch's FSDP, which take unlike times and memory for
-one plan on one machine. Each has constants, what it keeps in memory, and a range that four of five runs fall into.
+"""Stacks: implementations of training, such as Megatron-LM or PyTorch's FSDP, whose time and memory differ for the
+same plan and machine. Each has constants, factors of its memory, and a range that four of five runs fall into.
 """
 
 import tomllib
@@ -20,8 +20,8 @@ HOPPER = ("H100", "H200", "B200")
 
 @dataclass(frozen=True)
 class Stack:
-    """An implementation: constants that are its own, factors of its memory, and the range of measured over predicted
-    that four of five of its runs fell into when they were left out of the fit."""
+    """An implementation: its own constants, factors of its memory, and the range of measured over predicted time that
+    four of five of its runs fell into when they were left out of the fit."""
 
     name: str
     about: str
@@ -35,15 +35,15 @@ class Stack:
     gradient: int = 4  # bytes in which gradients travel
     balanced: bool = False  # stages have layers by FLOPs, not by number
     own_port: bool = False  # ZeRO 3 sends between nodes as if each accelerator received all through its own port
-    state: float = 1.0  # of weights, gradients and optimizer state
-    activations: float = 1.0
-    besides: float = 0.0  # GiB
+    state: float = 1.0  # factor of weights, gradients and optimizer state
+    activations: float = 1.0  # factor of activations
+    besides: float = 0.0  # GiB that the framework holds besides
 
     def own(self) -> Constants:
         return replace(CONSTANTS, **self.constants)
 
     def on(self, system: System, constants: Constants | None = None) -> System:
-        """The machine by this stack's constants, or by others, with the factors of newer accelerators."""
+        """The machine with this stack's constants, or others, times the factors of newer accelerators."""
         used = constants or self.own()
         factors = self.hopper if any(word in system.name.upper() for word in HOPPER) else {}
         return replace(system, constants=replace(used, **{k: v * getattr(used, k) for k, v in factors.items()}))
@@ -68,7 +68,7 @@ def _read() -> dict[str, Stack]:
     rows = tomllib.loads((Path(__file__).parent / "data" / "stacks.toml").read_text(encoding="utf-8"))
     found = {}
     for name, row in rows.items():
-        if "like" in row:  # its constants, which no run of this stack was used for
+        if "like" in row:  # the constants of that stack: no run of this one was fitted
             row = rows[row["like"]] | {"fitted": ()} | {key: value for key, value in row.items() if key != "like"}
         row |= {key: tuple(row[key]) for key in ("range", "memory_range", "fitted") if key in row}
         found[name] = Stack(name, **row)
@@ -79,12 +79,12 @@ STACKS = _read()
 
 
 def usual_stack(zero: int, kernels: str | None = None) -> StackName:
-    """The stack of a run that does not say: sharded weights came with plain PyTorch."""
+    """The stack that a run which names none is taken to have: "fsdp" for sharded weights."""
     return "fsdp" if zero == 3 else "other" if kernels == "torch" else "megatron"
 
 
 def balanced_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    """Layers of each stage where the last, which has the head, has as many fewer as the head has FLOPs of them."""
+    """Layers of each stage, balanced by FLOPs: the last has fewer, by as many as have the FLOPs of the head."""
     rank = Rank(config, plan.alone(), config.context_length)
 
     def flops(group: Group) -> float:

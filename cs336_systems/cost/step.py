@@ -1,7 +1,7 @@
-"""Seconds of a pass from what was counted of it and the device's measured ceilings.
+"""Seconds of a pass, predicted from counts of its operators and the device's measured ceilings.
 
 Each operator takes as long as its FLOPs at the device's peak or as its bytes at its memory bandwidth, whichever is more
-(the roofline; Williams et al., CACM 52(4), 2009). Added to that are a start of each operator and, on a CPU, the first
+(the roofline; Williams et al., CACM 52(4), 2009). Added to that are each operator's launch and, on a CPU, the first
 touch of large tensors. All are added, not overlapped: eager torch runs one operator after another. The lower efficiency
 of small products is left out, so tiny models take longer than predicted.
 """
@@ -30,7 +30,7 @@ class Hardware:
     bandwidth: float  # bytes/s that a large copy reads and writes together
     source: str
     launch: float = 0.0  # seconds that the host takes to start an operator
-    first_touch: float = 0.0  # seconds a byte of memory that the system has just given: page faults
+    first_touch: float = 0.0  # seconds per byte of memory that the system has just given: page faults
     asynchronous: bool = False  # operators are started ahead of a device that runs them, as on a GPU
 
     def __post_init__(self) -> None:
@@ -38,8 +38,8 @@ class Hardware:
             raise ValueError(f"{self.name}: {self.matmul_flops} FLOP/s and {self.bandwidth} bytes/s must be positive")
 
     def waiting(self, launches: int, busy: float) -> float:
-        """Seconds that starting so many operators adds to the `busy` ones in which they are computed: all of them, or
-        on a device that runs behind the host those that it has nothing to do in."""
+        """Seconds that launching so many operators adds to the `busy` seconds of computing them: all of it, or on an
+        asynchronous device only the time in which it has nothing to do."""
         given_out = launches * self.launch
         return max(0.0, given_out - busy) if self.asynchronous else given_out
 

@@ -1,12 +1,12 @@
 """Time of a step of a plan on a machine, by what the time is spent on.
 
-The slowest stage works through all microbatches; filling and draining the pipeline takes as long as one microbatch in
-all other stages, divided by the chunks of a stage (Narayanan et al., arXiv:2104.04473, section 2.2), as
-`schedule.simulate` plays it. Then gradients are summed, as far as backward has not hidden that, and AdamW steps.
+The slowest stage computes all microbatches. Filling and draining the pipeline adds the time of one microbatch in all
+other stages, divided by the chunks of a stage (Narayanan et al., arXiv:2104.04473, section 2.2), as in
+`schedule.simulate`. Then come the part of the gradients' reduction that backward does not hide, and AdamW.
 
-Gradients travel behind the last microbatch's backward, all but the last bucket, and from ZeRO stage 1 on weights behind
-the first's forward. Stage 3 gathers weights for every forward and backward, layer by layer, and scatters every
-microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
+Gradients are sent during the last microbatch's backward, all but the last bucket; from ZeRO stage 1 on weights are sent
+during the first one's forward. Stage 3 gathers weights for every forward and backward, layer by layer, and
+reduce-scatters every microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
 """
 
 import tomllib
@@ -28,16 +28,16 @@ from cs336_systems.cost.stacks import STACKS
 from cs336_systems.presets import ModelConfig, Recompute
 
 GRADIENT = 4  # bytes: gradients add up in 32 bits
-# AdamW in one kernel: the gradient is read for its norm, and with master weight and two moments for the step, which
-# writes these three; then it is set to zero. In half precision the weight is written besides.
+# AdamW in one kernel: read the gradient for its norm; read gradient, master weight and two moments; write the last
+# three; set the gradient to zero. In half precision the 16-bit weight is written as well.
 OPTIMIZER_BYTES = 4 + 16 + 12 + 4
-# Parts of a step in order: those that every microbatch takes are the fields of `Seconds`.
+# Parts of a step in order; the first, which every microbatch takes, are the fields of `Seconds`.
 PARTS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "data" / "parts.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A prediction: seconds of one step by what they are spent on, of the stage that is busy longest."""
+    """Prediction of one step: the seconds of the busiest stage, by what they are spent on."""
 
     config: ModelConfig
     plan: Plan
@@ -52,7 +52,7 @@ class StepTime:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs that the model asks for, all ranks together; attention is counted in full, as PaLM counts it."""
+        """FLOPs that the model itself needs, on all ranks together; attention is counted in full, as PaLM counts it."""
         rows = self.plan.micro_batch
         return model_flops(self.config, rows, self.seq) * (self.plan.global_batch // rows)
 
@@ -94,18 +94,18 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
 
 
 def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
-    """Groups of operators of a stage, and how many of each: blocks, and at the ends embedding and head."""
+    """(group, count) of the operators of a stage: blocks, and on the first and last stage embedding and head."""
     return _groups(config, plan.pp, plan.chunks, plan.layers)[stage]
 
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
-    """The first of all stages with the same groups, and how many such stages there are."""
+    """Stages with the same groups, as {the first of them: the number of them}."""
     stages = _groups(config, plan.pp, plan.chunks, plan.layers)
     return {stages.index(groups): count for groups, count in Counter(stages).items()}
 
 
 def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> list[tuple[Recompute, int]]:
-    """How many of some blocks, or of an end of the model, recompute what: every n-th block, the others nothing."""
+    """(recomputation, count) of `times` blocks: only every n-th recomputes. Embedding and head never do."""
     if group in ("embedding", "head"):
         return [("none", times)]
     again = ceil(times / plan.recompute_nth)
@@ -140,7 +140,7 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
 
 @lru_cache(maxsize=8192)
 def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seconds:
-    """Seconds of computing. Each direction takes as long as the device needs, or the host."""
+    """Seconds of computing. Each pass takes as long as the device computes or the host launches, the longer of both."""
     operators = operators_of(rank, group)
     ways = [
         [kernel for each in operators for kernel in each.forward],
@@ -157,7 +157,7 @@ def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seco
 def _sending(
     rank: Rank, group: Group, recompute: str, places: tuple[tuple[str, int, int], ...], overlap: Overlap, system: System
 ) -> Seconds:
-    """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node)."""
+    """Seconds of collectives; `places` are axes as (name, ranks, ranks in one node)."""
     groups = {axis: (ranks, local) for axis, ranks, local in places}
     spent, operators = dict.fromkeys(groups, 0.0), operators_of(rank, group)
     sent = [one for each in operators for one in (*each.sent, *each.returned)]
@@ -167,7 +167,7 @@ def _sending(
 
 
 def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> float:
-    """A microbatch enters and leaves each chunk of a stage, forward and backward; each tp rank sends its part."""
+    """Seconds of messages: a microbatch enters and leaves each chunk of a stage, both ways; tp ranks send parts."""
     if plan.pp == 1:
         return 0.0
     nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
@@ -177,18 +177,18 @@ def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> floa
 
 
 def gradient_bytes(plan: Plan) -> int:
-    """Bytes in which a gradient travels."""
+    """Bytes of one gradient element when it is sent."""
     return GRADIENT if plan.width == 4 else STACKS[plan.stack].gradient
 
 
 def bucket_size(ranks: int) -> float:
-    """Gradients of a bucket: more where more ranks make each call slower, as Megatron-LM's default has it."""
+    """Elements of a gradient bucket by Megatron-LM's default: more for more ranks, which make each call slower."""
     return max(40e6, 1e6 * ranks)
 
 
 @lru_cache(maxsize=8192)
 def group_weights(rank: Rank, group: Group) -> tuple[int, int, int]:
-    """(weights that all replicas share, those of a rank's experts, matrices) of a block or an end of the model."""
+    """(weights that all replicas share, those of a rank's experts, matrices) of a block, the embedding or the head."""
     operators = operators_of(rank, group)
     owned = sum(each.weights for each in operators if each.expert)
     matrices = sum(any(kernel.inner for kernel in each.forward) for each in operators if each.weights)
@@ -207,7 +207,7 @@ def stage_weights(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tupl
 
 
 class Replicas(NamedTuple):
-    """Ranks that have the same weights, `local` of them in a node; ZeRO splits these over `shard` neighbours."""
+    """Ranks that have the same weights, `local` of them in a node; ZeRO shards over `shard` neighbours of them."""
 
     weights: float
     ranks: int
@@ -215,11 +215,11 @@ class Replicas(NamedTuple):
     shard: int
 
     @property
-    def near(self) -> tuple[int, int]:  # ranks of a shard, of these in one node
+    def near(self) -> tuple[int, int]:  # ranks of a shard, and those of them in one node
         return self.shard, gcd(self.shard, self.local)
 
     @property
-    def far(self) -> tuple[int, int]:  # ranks that have the same part of a weight, of these in one node
+    def far(self) -> tuple[int, int]:  # ranks that have the same part of a weight, and those in one node
         return self.ranks // self.shard, max(1, self.local // self.shard)
 
 
@@ -239,12 +239,12 @@ def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[R
 def data_parallel_seconds(
     config: ModelConfig, plan: Plan, seq: int, stage: int, spent: Seconds, system: System
 ) -> float:
-    """Seconds that a step is longer because gradients, and from ZeRO stage 1 on weights, travel between replicas. Where
-    a shard is not all replicas, what it has scattered is summed over the others that have the same part."""
+    """Seconds that data parallelism adds to a step, sending gradients and from ZeRO stage 1 on weights. If ZeRO shards
+    over fewer than all replicas, each shard's reduced gradients are then all-reduced between the shards."""
     shared, owned, matrices = stage_weights(config, plan, seq, stage)
 
     def send(verb: str, width: int) -> float:
-        """All weights or gradients once."""
+        """Seconds to send all weights or gradients once."""
         total = 0.0
         for each in replica_groups(plan, shared, owned, system.node):
             calls = ceil(matrices) if plan.zero == 3 else ceil(each.weights / bucket_size(each.ranks))
@@ -254,7 +254,7 @@ def data_parallel_seconds(
         return total
 
     def exposed(seconds: float, computing: float) -> float:
-        """Of a transfer beside computing: the part that is not hidden, and what it takes from the processors."""
+        """Seconds that a transfer during computing adds: the part that is not hidden, and the slowdown of computing."""
         if plan.overlap == "none":
             return seconds
         last = min(1.0, bucket_size(plan.replicas) / max(1.0, shared + owned))
@@ -278,7 +278,7 @@ def data_parallel_seconds(
 
 
 def optimizer_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> float:
-    """Seconds of AdamW over the weights that a rank steps: from ZeRO stage 1 on its share of them."""
+    """Seconds of AdamW over the weights that a rank updates: from ZeRO stage 1 on, its share of them."""
     shared, owned, _ = stage_weights(config, plan, seq, stage)
     if plan.zero:
         shared, owned = shared / plan.shards[0], owned / plan.shards[1]
@@ -286,5 +286,5 @@ def optimizer_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, sys
 
 
 def optimizer_bytes(plan: Plan) -> int:
-    """Bytes per weight that a step of AdamW moves; in half precision, or FP8's two layouts, the weight is written."""
+    """Bytes per weight that AdamW moves; unless products have 32 bits, 16-bit (or two 8-bit) weights are written."""
     return OPTIMIZER_BYTES + (2 if plan.width == 2 else 0)

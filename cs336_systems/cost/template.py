@@ -1,4 +1,4 @@
-"""Text whose numbers are filled in: the words are in a template, the arithmetic in Python.
+"""Text with numbers filled in: the words are in a template, the arithmetic in Python.
 
 `{S:B}` is the number S formatted for the unit B, `{plan.tp}` and `{parts[host]:s}` look into objects, and
 `{hidden:yes|no}` is one of two texts, by a condition. A line that names a value which is None is left out.

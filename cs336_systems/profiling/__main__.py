@@ -30,7 +30,7 @@ def main() -> None:
 )
 @uncollected()
 def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
-    """One trace for all ranks, on one clock, from PATHS: a folder of traces, or the traces themselves."""
+    """Merge traces of all ranks into one, on one clock. PATHS are a folder of traces, or the traces themselves."""
     files = [file for path in paths for file in (_traces_in(path) if path.is_dir() else [path])]
     traces = read_ranks(files)
     merged = merge(traces)
@@ -58,22 +58,22 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @uncollected()
 def report_command(folder: Path) -> None:
-    """Everything that comes of the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
+    """Write all reports on the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
     write_report(folder, read_ranks(_traces_in(folder)), console.console())
-    gc.freeze()  # of a million objects, which end with the process, nobody need find the garbage
+    gc.freeze()  # a collection of a million objects at exit would be slow, and useless
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """Ours, or else what torch.profiler's handler for TensorBoard leaves."""
+    """Traces of `Capture` in a folder, or else those of torch.profiler's handler for TensorBoard."""
     foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
     ours = [path for path in folder.glob("rank*.trace.json*") if path not in foreign]
     return foreign if foreign and not ours else trace_files(folder)
 
 
 def read_ranks(files: list[Path]) -> list[Trace]:
-    """The traces in some files, by rank. Raises UserError for a file that is none, and for two of one rank.
+    """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank.
 
-    A trace made without a process group does not know its rank; it goes by the file's name, if that has one.
+    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one.
     """
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:

@@ -1,13 +1,13 @@
-"""The same collective on all ranks, and by it one clock for all: each rank's offset, and traces shifted by it.
+"""Match collectives across ranks, derive each rank's clock offset from them, and shift all traces to one clock.
 
 Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, match by group and number. A backend's spans (gloo's
-on its threads, NCCL's on a GPU) bear neither: the k-th of a name and shape on one rank is the k-th on the others, since
-collectives of a group run in order. What could belong to one of several groups is left alone.
+on its threads, NCCL's on a GPU) have neither: the k-th of a name and shape on one rank matches the k-th on the others,
+since collectives of a group run in order. Spans that could belong to several groups are not matched.
 
-A clock's offset has two witnesses: collectives, as nobody leaves an all-reduce before everybody has entered it
-(`_most_ahead`), the line-up of `Capture` among them; and that ranks on one host read one clock. If the two intervals
-overlap, they are intersected; if not, the second is dropped, for two machines may share a host's name. The middle of
-what is left is the offset, half its width the bound.
+Two facts bound a clock's offset. No rank leaves an all-reduce before every rank has entered it (`_most_ahead`), and
+`Capture` adds one for this, its line-up. And ranks on one host read one clock. If the two intervals overlap, they are
+intersected; if not, the second is dropped, for two machines may share a host's name. The offset is the middle of the
+remaining interval, the bound half of its width.
 """
 
 import re
@@ -22,9 +22,9 @@ from cs336_systems.profiling.intervals import Interval
 from cs336_systems.profiling.names import COMMUNICATION, LINE_UP, parse_collective
 from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
 
-# No rank leaves before all have entered. Not so a broadcast, or an all-to-all in which two have nothing for each other.
+# No rank leaves these before all have entered. Not so a broadcast, or an all-to-all where two send each other nothing.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
-ONE_CLOCK = (-2 * CONVERSION, 2 * CONVERSION)  # offsets that ranks which read one clock may show
+ONE_CLOCK = (-2 * CONVERSION, 2 * CONVERSION)  # offsets that may be seen between ranks that read one clock
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 
 
@@ -34,17 +34,17 @@ class Matched:
 
     key: str
     spans: dict[int, Span]  # in which each rank joined it
-    waits: dict[int, Span] = field(default_factory=dict)  # of ours, where waiting holds a thread up: not with NCCL
+    waits: dict[int, Span] = field(default_factory=dict)  # our annotations, if waiting blocks a thread: not with NCCL
     joins: bool = False  # no rank can leave before all have entered
 
     def leaving(self, rank: int) -> Span | None:
-        """The span at whose end the rank knows the collective to be over; None if the trace does not show it."""
+        """The span at whose end the collective is over for the rank; None if the trace does not show it."""
         return self.waits.get(rank) if parse_collective(self.spans[rank].name) else self.spans[rank]
 
 
 @once
 def match(traces: list[Trace]) -> list[Matched]:
-    """The collectives that at least two ranks show, in order of the earliest start."""
+    """The collectives in the traces of at least two ranks, in order of the earliest start."""
     if len(traces) < 2:
         return []
     met = {trace.rank: span for trace in traces for span in trace.spans if span.category == LINE_UP}
@@ -58,7 +58,7 @@ def _annotated(traces: list[Trace]) -> Iterable[Matched]:
     for trace in traces:
         ranks = {name: members for name, members in _groups(trace) if name}
         blocking = not any(span.category == "kernel" and KERNEL.search(span.name) for span in trace.spans)
-        # Where torch was asked to send; an empty tensor is not sent.
+        # The call of torch.distributed; an empty tensor is not sent.
         sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
         for span in trace.annotated:
             if (about := parse_collective(span.name)) is None:
@@ -120,7 +120,7 @@ def _backend_spans(trace: Trace) -> list[Span]:
 
 
 class Alignment(NamedTuple):
-    """This rank's clock is `nanoseconds` ahead of the first rank's, give or take `bound`; None if nobody can tell."""
+    """This rank's clock is `nanoseconds` ahead of the first rank's, within +- `bound`; None if it is not known."""
 
     nanoseconds: int
     bound: int | None
@@ -129,7 +129,7 @@ class Alignment(NamedTuple):
 
 @once
 def offsets(traces: list[Trace]) -> dict[int, Alignment]:
-    """Every rank's clock against that of the lowest rank there is, by rank."""
+    """Every rank's clock against that of the lowest rank present, by rank."""
     if not traces:
         return {}
     first, *others = sorted(traces, key=lambda trace: trace.rank)
@@ -151,9 +151,9 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
 
 
 def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]:
-    """The bounds of every clock against the first rank's, for the ranks that collectives join to it."""
+    """Bounds of every clock against the first rank's, for the ranks that collectives connect to it."""
     sure = [matched for matched in matches if matched.joins]
-    # Spans of a backend are matched by counting, which may be one off: then only our own are believed.
+    # Spans of a backend are matched by counting, which may be one off: then only our own are used.
     for believed in (sure, [matched for matched in sure if matched.waits]):
         ahead = _most_ahead(believed)
         if all(ahead[a, b] >= 0 for a, b in ahead if a == b):
@@ -162,11 +162,11 @@ def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]
 
 
 def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
-    """For ranks (a, b) how far b's clock is ahead of a's at most.
+    """Upper bound, for ranks (a, b), of how far b's clock is ahead of a's.
 
     If a's span starts at start_a and b's ends at end_b, each on its own clock, clock_b - clock_a <= end_b - start_a.
-    The tightest bounds that follow from all such constraints are the shortest paths between ranks (Floyd and Warshall),
-    so also those are reached which never meet the first rank.
+    The tightest bounds that follow from all such constraints are the shortest paths between ranks (Floyd and Warshall):
+    they bound even ranks that share no collective with the first.
     """
     ahead: dict[tuple[int, int], int] = {}
     for matched in matches:
@@ -184,7 +184,7 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
 
 @once
 def aligned(traces: list[Trace]) -> list[Trace]:
-    """The traces on the clock of the lowest rank there is, as `offsets` tells it."""
+    """Shift the traces to the clock of the lowest rank present, by `offsets`."""
     known = offsets(traces)
     return [_shifted(trace, ahead) if (ahead := known[trace.rank].nanoseconds) else trace for trace in traces]
 

@@ -1,7 +1,7 @@
 """Breakdown of the step by part of the model, by module, and into matrix products, norms, softmax and loss.
 
-The time is the device's on a GPU, that of the threads that compute elsewhere. In shares an operator counts with all
-that it calls, so a product's time includes the copies that it needs.
+Times are the device's on a GPU, and otherwise those of the threads that compute. In shares an operator counts with all
+operators that it calls, so a product's time includes the copies that it needs.
 """
 
 import re
@@ -42,13 +42,13 @@ FUSED_LOSS_NOTE = (
 
 @dataclass
 class Row:
-    """The time of what bears one name, in nanoseconds, and its share of the step; FLOPs where they are known."""
+    """Time of all operators counted under one name, in nanoseconds, its share of the step, and FLOPs if known."""
 
     name: str
     forward: int = 0
-    recomputed: int = 0  # forward work that backward repeats (activation checkpointing), where it is told apart
+    recomputed: int = 0  # forward work that backward repeats (activation checkpointing), if it can be told apart
     backward: int = 0
-    other: int = 0  # the optimizer, synchronisation, and what lies between the phases
+    other: int = 0  # the optimizer, synchronisation, and the time between phases
     share: float = 0.0
     of_forward: float = 0.0  # share of the forward pass, or of attention's
     forward_flops: int = 0
@@ -64,8 +64,8 @@ class Row:
 
 @dataclass
 class ModuleRow(Row):
-    """A module, or `modules` of them whose names differ in numbers only. The times are its own operators', without
-    those of the modules inside; `inclusive` has these too."""
+    """Time of a module, or of `modules` whose names differ only in numbers: of its own operators, without the modules
+    inside it, which `inclusive` adds."""
 
     modules: int = 0
     calls: int = 0
@@ -74,7 +74,7 @@ class ModuleRow(Row):
 
 @once
 def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
-    """One of all operators that are alike to the breakdown, and the nanoseconds of all."""
+    """One operator for all that the breakdown treats alike, and the nanoseconds of all."""
     found, labels = dict[tuple[Any, ...], tuple[Node, int]](), _labels(trace)
     for node in timeline(trace).busy:
         about = node.phase, node.direction, node.modules, node.collective, labels[node][0]
@@ -84,7 +84,7 @@ def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
 
 
 def _column(node: Node) -> str:
-    """forward, recomputed, backward or other: the time of its module that an operator counts for."""
+    """Column that an operator's time counts for: forward, recomputed, backward or other."""
     phase = "backward" if node.direction == "backward" else node.phase
     return "recomputed" if node.recomputed else phase if phase in ("forward", "backward") else "other"
 
@@ -92,7 +92,7 @@ def _column(node: Node) -> str:
 def _group(
     trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str] = _column
 ) -> dict[str, Row]:
-    """The time of all operators by the names that each counts for, with shares of the whole step."""
+    """Time of all operators by the names that each counts for, with shares of the whole step."""
     rows, whole = dict[str, Row](), Row("")
     for node, time in _alike(trace):
         for row in (whole, *(rows.setdefault(name, Row(name)) for name in names(node))):
@@ -123,8 +123,8 @@ def part_rows(trace: Trace) -> list[Row]:
 
 
 def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
-    """One row for each module by its qualified name, the longest with all inside it first. The modules of all blocks
-    share a row, `blocks.*.attention`. Shares are of the whole step, so inclusive ones do not add up."""
+    """One row for each module by its qualified name, the longest with all inside it first. All blocks share rows, as
+    `blocks.*.attention`. Shares are of the whole step; inclusive ones overlap, so they add up to more than 100%."""
 
     @lru_cache(None)
     def short(modules: Modules) -> list[str]:
@@ -150,7 +150,7 @@ def _label_of(name: str) -> str:
 
 @once
 def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
-    """For every operator the label of the outermost one around it that has one, and that one's name."""
+    """Label of every operator: that of the outermost labelled operator around it, with the latter's name."""
     found: dict[Node | None, tuple[str, str]] = {None: ("", "")}
     for node in timeline(trace).busy:
         name = node.span.name
@@ -167,7 +167,7 @@ def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
 @once
 def share_rows(trace: Trace) -> list[Row]:
     """Matrix products, norms, attention's softmax and the loss; convolutions, fused attention and collectives if there
-    are any: the time to launch and to wait for them, not what they do meanwhile. Columns are the phases."""
+    are any: for these the time to launch and to wait, not of the transfer. Columns are the phases."""
     labels = _labels(trace)
     classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
     norms = classes.pop() if len(classes) == 1 else "norms"
@@ -184,10 +184,10 @@ def share_rows(trace: Trace) -> list[Row]:
 
 @once
 def attention_rows(trace: Trace) -> list[Row]:
-    """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
+    """Attention's softmax, its two products, its projections, and the rest: scaling, mask, copies.
 
     In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
-    weights and values; backward's four are told together, and what backward recomputes counts for backward.
+    weights and values. Backward's four products share a row, and recomputation counts for backward.
     """
     rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
@@ -219,10 +219,10 @@ def attention_rows(trace: Trace) -> list[Row]:
 
 
 def share_lines(trace: Trace) -> list[str]:
-    """The answers in one sentence each, for people."""
+    """The results as sentences, one each."""
     lines, busy = list[str](), timeline(trace).busy
     for row in share_rows(trace):
-        if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules that would tell
+        if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules to show it
             continue
         spent = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
         parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in spent.items() if time)

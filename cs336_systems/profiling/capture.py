@@ -1,7 +1,7 @@
 """Capture: profile a worker on every rank, `with Capture(folder) as capture:` around its steps.
 
-Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so that every reader takes it, and under
-the key "cs336" what it lacks: the rank, and the storages held by category.
+Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so that every viewer reads it. The key
+"cs336" holds what that lacks: the rank, and the storages in memory by category.
 """
 
 import os
@@ -40,15 +40,15 @@ class Capture:
                 with capture.step():
                     with capture.phase("forward"): ...  # and backward, synchronise, optimizer
 
-    A worker that knows nothing of it is profiled whole: `with Capture(folder): worker()`. With a `group`, every rank of
-    which must do the same, the ranks begin the first step together, which also shows how far their clocks are apart.
+    A worker without these calls is profiled whole: `with Capture(folder): worker()`. With a `group`, whose ranks must
+    all do the same, the ranks begin the first step together, which also measures the offsets of their clocks.
 
-    `device` is where the model computes, by default where it lies, or a GPU if there is one. `tags` names modules; a
+    `device` is where the model computes, by default its own device, or a GPU if there is one. `tags` names modules; a
     compiled model allows no hooks. `stack` adds Python's frames; `nvtx` makes ranges of the same names for nsys, which
-    then has the GPU's kernels to itself.
+    then records the GPU's kernels instead of torch.profiler.
 
     Raises UserError, with a group on every rank, for a folder that cannot be written, for a profiler that runs already,
-    and if fewer steps were taken than there are to be.
+    and if the worker takes too few steps.
     """
 
     def __init__(
@@ -140,21 +140,21 @@ class Capture:
     @contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         """A span of this name in the trace, and with `nvtx` in nsys."""
-        if self.place.world_size == 1:  # it may have joined others since it began
+        if self.place.world_size == 1:  # a process group may exist by now
             self.place = current_place(self.group)
         with torch.cuda.nvtx.range(name) if self.nvtx else nullcontext(), record_function(name):
             yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step; the profiler runs from the last of the warm-up on, and what it saw of that is dropped."""
+        """One step; the profiler runs from the last of the warm-up on, and the trace of that step is dropped."""
         self.stepwise = True
         if self.taken == self.warmup - 1:
             self._start()
         if self.taken == self.warmup:
             self.known.update(self.held())
-            # The ranks begin as one: else the slowest one's start of the profiler would look like a wait. The second
-            # time none has to wait for another, so that the annotation is short: it aligns the clocks (`align.py`).
+            # All ranks begin together: else the slowest start of the profiler would look like a wait. At the second
+            # meeting no rank waits for another, so that its annotation is short: it aligns the clocks (`align.py`).
             for annotation in (nullcontext(), self.annotate(LINE_UP)):
                 if self.group is not None:
                     with annotation:

@@ -1,16 +1,16 @@
 """Every collective from its launch to the end of its wait, with the transfers that it consists of.
 
-A backend's own spans do not say what they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a kernel. Our
-annotation of the launch does, and leads to them: to a kernel by its correlation, to a send or receive because it was
-posted inside the launch. Nothing joins what gloo queued to its call of torch.distributed, and every group has two
-threads, so spans may begin in another order than their calls. A span of gloo's fits a call that
+A backend's own spans do not say which buffer they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a
+kernel. Our annotation of the launch does. It finds a kernel by its correlation, and a send or receive because that is
+posted inside the launch. But a span on gloo's threads has no link to its call of torch.distributed, and every group has
+two threads, so spans may begin in another order than their calls. Such a span fits a call that
 
 - asks for the same verb, for tensors of the same shape and, where the call says so, type;
 - was made before the span began, and whose wait, if there was one, ended after it;
-- is of the same group as what else ran on that thread.
+- is of the same group as the other spans of that thread.
 
-Of several that fit, a span takes the first free one. Where none is free, earlier spans move to other calls that fit
-them, so that as many as possible have one (augmenting paths, Berge).
+Of several calls that fit, a span takes the first free one. If none is free, earlier spans move to other calls that fit
+them, so that as many spans as possible have a call (augmenting paths, Berge).
 """
 
 import re
@@ -27,9 +27,9 @@ from cs336_systems.profiling.intervals import FOREVER
 from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
-# torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
+# torch.profiler counts a processor's ticks and converts them. Its times were seen to be up to 15 us off the clock.
 CONVERSION = 15_000  # nanoseconds
-Kind = tuple[str, str, str | None, str | None]  # of a span: verb and shape, its thread's group and its type, if known
+Kind = tuple[str, str, str | None, str | None]  # of a span: verb, shape, its thread's group and its data type, if known
 GLOO = re.compile(r"^gloo:")
 FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
 
@@ -40,18 +40,18 @@ class Call:
 
     span: Span  # `c10d::...`
     group: str | None = None  # if that is known
-    deadline: int | None = None  # when its wait was over, if anybody waited
+    deadline: int | None = None  # when its wait ended, if there was one
 
     def forms(self) -> Iterator[tuple[str, str]]:
         """(verb, shape) of all spans that may run it. Without shapes recorded, neither side has any."""
         plain = FORM.sub("", self.span.name.removeprefix("c10d::").replace("_", ""))
-        # gloo has no reduce-scatter of its own for what it reduces on the CPU.
+        # gloo has no reduce-scatter of its own on the CPU.
         for verb in {plain, "allreduce" if plain == "reducescatter" else plain}:
             for shape in {*(str(shape) for shape, _ in self.tensors()), ""}:
                 yield verb, shape
 
     def tensors(self) -> Iterator[tuple[Any, str]]:
-        """The shape and, as far as it is known, the type of every tensor that it was given."""
+        """The shape and, if known, the data type of every tensor that it was given."""
         types = types_of(self.span.args)
         for i, shape in enumerate(shapes_of(self.span.args)):
             kind = types[i] if i < len(types) else ""
@@ -61,25 +61,25 @@ class Call:
                 yield shape, kind
 
     def suits(self, group: str | None, kind: str | None) -> bool:
-        """True if a span of this type, on a thread of this group, may have run it, as far as they are known."""
+        """True if a span of this data type, on a thread of this group, may have run it, as far as these are known."""
         known = {each for _, each in self.tensors()}
         typed = kind is None or not known or bool(known & {"", kind})
         return typed and (group is None or self.group in (None, group))
 
 
 def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
-    """For spans of gloo's threads, by identity, the index of the call that each ran. Both are in order of start."""
+    """Index of the call that each span of gloo's threads ran, by identity. Both are in order of start."""
     forms: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
         for form in call.forms():
             forms.setdefault(form, []).append(index)
     kinds = _kinds(spans, {form: [calls[i] for i in indices] for form, indices in forms.items()})
-    # By kind of span the calls that suit it, and those of them that no span has; in order.
+    # By kind of span: the calls that fit it, and those of them that no span has; in order.
     suited = {kind: [i for i in forms.get(kind[:2], []) if calls[i].suits(*kind[2:])] for kind in set(kinds.values())}
     free = {kind: indices[:] for kind, indices in suited.items()}
     kinds_of = grouped(((index, kind) for kind in free for index in free[kind]), itemgetter(0))
     over = [FOREVER if call.deadline is None else call.deadline + CONVERSION for call in calls]
-    latest = list(accumulate(over, max))  # in order, so that a span need not look at what was over long before
+    latest = list(accumulate(over, max))  # in order, so that a span skips calls that ended long before
     runs: dict[int, Span] = {}  # by call
 
     def fitting(span: Span, those: dict[Kind, list[int]]) -> Iterator[int]:
@@ -108,13 +108,13 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             movers.extend((runs[index], index) for index in reversed(fit))
         else:
             for index in wanted:
-                drop(index, suited)  # for good: no later span gains by it either
+                drop(index, suited)  # for good: no later span can use it either
     return {id(span): index for index, span in runs.items()}
 
 
 def _kinds(spans: Sequence[Span], asking: Mapping[tuple[str, str], Sequence[Call]]) -> dict[int, Kind]:
-    """The kind of each span, by identity, given the calls that ask for a verb and shape. A thread is of the group that
-    alone had asked for what it ran."""
+    """The kind of each span, by identity, given the calls that ask for a verb and shape. A thread belongs to the
+    only group that had asked for what it ran."""
     mixed = {  # when a second group first asks for the same
         form: next((call.span.start for call in calls if call.group != calls[0].group), FOREVER)
         for form, calls in asking.items()
@@ -135,13 +135,13 @@ def _kinds(spans: Sequence[Span], asking: Mapping[tuple[str, str], Sequence[Call
 
 @dataclass(frozen=True)
 class Flight:
-    """One collective of one rank. A transfer that no annotation accounts for is one of its own without a launch."""
+    """One collective of one rank. A transfer that belongs to no annotation is a collective without a launch."""
 
     verb: str
     number: str  # in its group, `0#47`
     label: str
     launch: Span | None
-    wait: Span | None  # None if nobody waited while the profiler ran
+    wait: Span | None  # None if there was no wait while the profiler ran
     transfers: tuple[Span, ...]  # in order of start: gloo's execution, NCCL's kernels, or what was posted
 
     @property
@@ -184,11 +184,11 @@ def _verb(span: Span) -> str:
 
 
 def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: dict[str, Span]) -> dict[int, int | None]:
-    """For every transfer, by identity, the index of the launch that made it."""
+    """Index of the launch that made each transfer, by identity."""
     lanes = grouped(range(len(launches)), lambda i: launches[i][1].lane)  # launches of one thread do not nest
 
     def launch_at(time: int, lane: Lane | None = None) -> int | None:
-        """The launch inside which a moment lies; on any thread if none is given."""
+        """The launch that is under way at a moment; on any thread if none is given."""
         for indices in lanes.values() if lane is None else [lanes.get(lane, [])]:
             before = bisect_right(indices, time, key=lambda i: launches[i][1].start)
             if before and time < launches[indices[before - 1]][1].end:
@@ -207,6 +207,6 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
             wait = waits.get(about.key) if about else None
             calls.append(Call(span, about.group if about else None, wait.end if wait else None))
         elif span.name in POSTED:
-            owners[id(span)] = launch_at(span.start)  # its own thread is not known any more
+            owners[id(span)] = launch_at(span.start)  # its thread is no longer known
     queued = [span for span in trace.annotated if GLOO.search(span.name) and span.name not in POSTED]
     return owners | {identity: makers[index] for identity, index in run_by(calls, queued).items()}

@@ -1,4 +1,4 @@
-"""Types of a trace's fields, checked once where it is read: whatever reads events relies on them."""
+"""Types of a trace's fields, checked once when it is read: all code that reads events relies on them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ OURS = "cs336"  # the key of what capture.py adds to a trace
 MOST = 2**62
 SLICE = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")  # the fields of most events
 UNREAD = frozenset(("Ev Idx", "Record function id", "Python id", "Python parent id", "Python module id"))
-SHORT = 20  # elements of lists that many events have alike: shapes, types
-Kind = tuple[tuple[type, ...], int]  # types, and what a number stays below; 0: anything
+SHORT = 20  # most elements of lists that events share, such as shapes and types
+Kind = tuple[tuple[type, ...], int]  # types, and the bound of a number; 0: none
 NAME, LIST, DICT, TIME, BYTES = ((str,), 0), ((list,), 0), ((dict,), 0), ((int, float), 2**52), ((int,), 2**50)
 ID, RANKS = ((int, str, float, bool, type(None)), 0), ((int,), 2**20)
 EVENT: dict[str, Kind] = {"ph": NAME, "name": NAME, "cat": NAME, "ts": TIME, "dur": TIME, "args": DICT}
 EVENT |= dict.fromkeys(("pid", "tid", "id"), ID)
-ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # of the others nothing is expected
+ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # other arguments may have any type
 MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES}
 IDS = frozenset(ID[0])
 HEAD: dict[str, Kind] = {"baseTimeNanoseconds": ((int,), MOST), "host_name": NAME, "distributedInfo": DICT, OURS: DICT}
@@ -33,8 +33,8 @@ def check(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
 
 
 def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
-    """An event's fields SLICE. One in `slim`'s form whose types were right before, which `usual` collects, is checked
-    for its size only. Raises KeyError for a field that is missing and TypeError for a garbled one."""
+    """An event's fields SLICE. If `slim` made it, and `usual` has its types, which were right before, only sizes
+    are checked. Raises KeyError for a field that is missing and TypeError for a garbled one."""
     if type(event) is not tuple:
         check(event, EVENT)
         name = event["name"] if event["ph"] == "X" else event.get("name")
@@ -48,7 +48,7 @@ def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
 
 
 def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a trace says of its rank, in torch's words and in ours. Raises TypeError for a field of another type."""
+    """The fields of a trace about its rank, torch's and ours. Raises TypeError for a field of another type."""
     check(chrome, HEAD)
     found = chrome.get("distributedInfo", {}) | chrome.get(OURS, {})
     check(found, RANK)
@@ -64,7 +64,7 @@ def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shapes_of(args: Mapping[str, Any]) -> list[Any]:
-    """The shapes of an operator's inputs, [2, 3], or for a list of tensors several; none if that is not recorded."""
+    """The shapes of an operator's inputs, [2, 3], several for a list of tensors; none if they were not recorded."""
     found = args.get("Input Dims")
     if not isinstance(found, list):
         return []
@@ -85,7 +85,7 @@ def _is_shape(found: Any) -> bool:
 
 def slim() -> Callable[[dict[str, Any]], Any]:
     """A hook that saves memory: events share equal names and lists, those of the usual form are tuples, and numbers
-    that tell nothing outside of torch are dropped."""
+    that matter only inside torch are dropped."""
     names, lists, empty = dict[Any, Any](), dict[str, list[Any]](), dict[str, Any]()
 
     def hook(found: dict[str, Any]) -> Any:

@@ -1,9 +1,9 @@
 """Flame graphs: a whole trace as a tree of frames whose own times sum, to the nanosecond, to the time of its roots.
 
-Every operator of backward stands below the modules whose forward made it: `backward;model;blocks.0;attention;query` is
-what that layer costs on the way back. A recomputed forward stands below the backward of its module, and frames that
-tell nothing are dropped, their own time going to the frame around them: time is moved between frames, never lost.
-Sends and receives "in flight" are no work of any thread and left out.
+Every operator of backward is below the modules whose forward created it: `backward;model;blocks.0;attention;query` is
+the time of that layer's backward. A recomputed forward is below the backward of its module. Uninformative frames are
+dropped, and their own time goes to the frame around them: time is moved between frames, never lost. Sends and receives
+"in flight" are no work of any thread, and are left out.
 """
 
 import re
@@ -34,7 +34,7 @@ from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
 
-DEEPEST = 250  # frames in a stack; the time of deeper ones is theirs
+DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
 FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
@@ -42,11 +42,11 @@ FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
 
 @dataclass
 class Frame:
-    """Everything that ran under one stack of names."""
+    """A frame: everything that ran under one stack of names."""
 
     name: str
     alias: str = ""  # the name that all blocks share, if it has one
-    paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
+    paint: str = "other"  # its part: also forward, backward, optimizer, communication, python
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
@@ -62,7 +62,7 @@ class Frame:
         return found
 
     def add_blocks(self, shown: "Frame") -> "Frame":
-        """Add the time of this frame and of all inside it to another tree, in which blocks are added up."""
+        """Add the time of this frame and of all inside it to another tree, which sums over blocks."""
         shown.self_time += self.self_time
         shown.launched.update(self.launched)
         for child in self.children.values():
@@ -70,7 +70,7 @@ class Frame:
         return shown
 
     def on_device(self) -> "Frame":
-        """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
+        """Copy with the kernels' time instead: kernels are leaves, and frames that launched none are left out."""
         shown = Frame(self.name, self.alias, self.paint, self.is_operator, self.depth)
         for child in self.children.values():
             if (inside := child.on_device()).children or inside.self_time:
@@ -95,7 +95,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Flame:
-    """The frames of one thread of one rank, over `steps` steps. The root bears the thread's name."""
+    """The frames of one thread of one rank, over `steps` steps. The root has the thread's name."""
 
     rank: int
     root: Frame
@@ -104,11 +104,11 @@ class Flame:
 
 
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Flame]:
-    """One tree a thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
+    """One tree per thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
 
     `clock` says what is summed: "cpu", the time that the thread was in a frame, or "device", the time of the kernels
-    that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
-    steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
+    that it launched, which are leaves below their operator; those of two streams may overlap. Equal stacks of all steps
+    are added up, with `collapse_blocks` also those of blocks.0, blocks.1, ... as blocks.*.
     """
     found, count = _trees(trace), timeline(trace).step_count or 1
     found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
@@ -118,7 +118,7 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
 
 @once
 def _trees(trace: Trace) -> list[Frame]:
-    """The roots of all threads, the last that of kernels which no frame launched."""
+    """The roots of all threads; the last is for kernels that no frame launched."""
     names = {lane: name for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
     placer, roots = _Placer(trace, names), [Frame(name) for name in names.values()]
     places: dict[Node, _Place] = {}
@@ -138,14 +138,14 @@ def _trees(trace: Trace) -> list[Frame]:
 
 
 class _Place(NamedTuple):
-    """The frame of a span, and what those inside it must know."""
+    """The frame of a span, with the context of the spans inside it."""
 
     frame: Frame
     base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
 
 
 class _Placer:
-    """Finds the frame of every span, parents first: mostly below that of the span around it."""
+    """Finds the frame of every span, parents first: usually below that of the span around it."""
 
     def __init__(self, trace: Trace, roles: dict[Lane, str]) -> None:
         self.roles = roles
@@ -153,7 +153,7 @@ class _Placer:
         self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
 
     def place(self, node: Node, parent: _Place) -> _Place:
-        """The place of a span inside that of another, or of a root."""
+        """Place of a span, given that of the span around it, or of a root."""
         span, up, base = node.span, node.parent, parent.base
         if (span.category == FRAME and self._is_dropped(span)) or (up and up.span.name == ENGINE + span.name):
             return parent
@@ -187,8 +187,8 @@ class _Placer:
 
 
 def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
-    """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
-    around it, with its class where that helps."""
+    """The frame of the last of some modules, below that of the `outer` one. A module's name is relative to the one
+    around it, with its class if that helps."""
     for path, kind in modules:
         alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
         frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
@@ -203,7 +203,7 @@ def _module_name(path: str, outer: str, kind: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def _short(name: str) -> str:
-    """A name without addresses and the folders of its file."""
+    """Shorten a name: without addresses and its file's folders."""
     return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
 
 

@@ -25,7 +25,7 @@ Label = tuple[int, str, int]  # nanoseconds since the epoch, category, address
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
-    """Every module's qualified name. A wrapper that holds the model does not change the names."""
+    """Every module's qualified name. A wrapper around the model does not change the names."""
     inner, names = root, {}
     while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
         names[inner] = WRAPPER
@@ -35,8 +35,8 @@ def module_names(root: nn.Module) -> dict[nn.Module, str]:
 
 @contextmanager
 def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside the block every module's forward is annotated with its name and class; compiled code is left alone. The
-    model, given or called first, gives the names; another, such as a loss, goes by its class."""
+    """Annotate every module's forward inside the block with its name and class, but not in compiled code. Names are
+    those inside the model, given or called first; another module, such as a loss, has only its class."""
     known = module_names(model) if model is not None else {}
     others: Counter[str] = Counter()
     open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
@@ -46,7 +46,7 @@ def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.M
             return
         if module not in known:
             found = module_names(module)
-            if known and not any(each in known for each in found):  # neither the first nor around the known
+            if known and not any(each in known for each in found):  # neither the first model nor a wrapper of it
                 others[name := type(module).__name__] += 1
                 name += f"_{others[name]}" if others[name] > 1 else ""
                 found = {each: f"{name}.{inner}".rstrip(".") for each, inner in found.items()}
@@ -78,7 +78,7 @@ class Held(NamedTuple):
 
 def held_by(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     """(category, tensor) of a model's parameters, buffers and gradients and of an optimizer's state; of a sharded
-    optimizer also those of the one that it runs, its `inner`."""
+    optimizer also those of the optimizer inside it, `inner`."""
     parameters: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
     states: list[Any] = []
     while optimizer is not None:
@@ -96,7 +96,7 @@ def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
     """The storages of some tensors, each once, under the first category given for it."""
     found: dict[int, Held] = {}
     for category, whole in held:
-        tensor = whole.to_local() if hasattr(whole, "to_local") else whole  # a DTensor holds its own part
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole  # a DTensor's local part
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
             continue
         storage = tensor.untyped_storage()
@@ -107,7 +107,7 @@ def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
 
 
 def live_storages(known: Iterable[Held]) -> list[Held]:
-    """Every other storage that a tensor known to Python holds, such as a batch, as `other`."""
+    """Label every other storage of a tensor that Python can find, such as a batch, as `other`."""
     seen = {each.address for each in known}
     gc.collect()
     plain = (Tensor, nn.Parameter)  # not a DTensor, whose local tensor is found by itself, nor a fake
@@ -117,9 +117,9 @@ def live_storages(known: Iterable[Held]) -> list[Held]:
 
 def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
     """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
-    in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its own start
-    disturbs no step, and so that it knows the blocks that a step leaves to the next.) The ranks' line-up stays, in a
-    category of its own, so that no table counts it."""
+    in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its start
+    disturbs no step, and so that it knows memory that a step leaves to the next.) The line-up of the ranks stays, in
+    its own category, so that no table counts it."""
     trace, labels, categories = parse(chrome), list[Label](), dict[int, str]()
     start = min((span.start for span in trace.spans if STEP.match(span.name)), default=0) if stepwise else 0
     for span in trace.spans:
@@ -149,8 +149,8 @@ def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[lis
 
 
 def _cut_crossings(chrome: dict[str, Any], base: int) -> None:
-    """Drop Python frames that cross an annotation, which viewers would drop with all inside, and cut a child that
-    outlasts its parent by the rounding of a clock."""
+    """Drop Python frames that cross an annotation, as viewers would drop them and all inside, and shorten a child that
+    outlasts its parent by a clock's rounding."""
     if not any(event.get("cat") == FRAME for event in chrome["traceEvents"]):
         return
     nodes = (node for each in nested(parse(chrome)).values() for node in each)

@@ -1,8 +1,8 @@
 """Bytes of memory alive over time, by category, added up from every allocation and free of a trace.
 
-On a CPU the allocator's events are added to what was held when profiling began; torch does not report that such memory
-is freed, unless by using its address again. On a GPU the allocator's own sum rules: it rounds every block up (to 512
-bytes), and what the known blocks do not explain is `other`.
+On a CPU the allocator's events are added to the memory held when profiling began. torch does not report when that is
+freed: it shows only if its address is used again. On a GPU the allocator's own sum counts. It rounds every block up
+(to 512 bytes), and bytes beyond the known blocks are `other`.
 
 An allocation is a parameter, a gradient or optimizer state if it was labelled so; otherwise an activation if it was
 made in a forward pass (also one that backward runs again), and other, such as a temporary of backward, if it was not.
@@ -29,7 +29,7 @@ class Allocated:
 
     address: int
     nbytes: int
-    start: int  # in nanoseconds; of what was there before, the timeline's
+    start: int  # in nanoseconds; the timeline's start if it was there before
     first: int = 0  # index of that event of the allocator
     lane: Lane | None = None  # None if it was there before
     category: str = "other"
@@ -38,13 +38,13 @@ class Allocated:
     last: int | None = None
 
     def alive(self, time: int) -> bool:
-        """True if it was allocated and not yet freed at a time."""
+        """True if it is allocated and not yet freed at a time."""
         return self.start <= time and (self.end is None or time < self.end)
 
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes alive on one device. `blocks` are what was there before, and then the allocations in order."""
+    """Bytes alive on one device. `blocks` are those held before, then the allocations in order."""
 
     device: str
     times: list[int]  # the start, and all events of the allocator
@@ -81,8 +81,8 @@ class MemoryTimeline:
         return dict(zip(CATEGORIES, self.amounts[self.peak_index], strict=True))
 
     def highest_in(self, start: int, end: int) -> int:
-        """The index of the highest level at any moment in [start, end], the first of several. That of a moment is the
-        level after all its events; before the start, the first."""
+        """The index of the highest level in [start, end], the first of several. The level at a moment is the one after
+        all its events; before the start it is the first."""
         first, last = (max(1, bisect_right(self.times, time)) for time in (start, end))
         return max(range(first - 1, last), key=self.totals.__getitem__)
 
@@ -128,7 +128,7 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
 
 
 def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str, start: int) -> list[Allocated]:
-    """Match every free with its allocation; what was there before comes first."""
+    """Match every free with its allocation; blocks held before come first."""
     blocks: list[Allocated] = []
     living: dict[int, Allocated] = {}
     addresses: list[int] = []  # of the living, in order
@@ -148,11 +148,11 @@ def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: st
             add(Allocated(address, nbytes, start, category=category))
     for index, (event, origin) in enumerate(made, 1):
         if event.nbytes < 0:
-            if event.address not in living:  # nobody told of it, but it must have been there from the beginning
+            if event.address not in living:  # its allocation is not in the trace: it was there from the beginning
                 add(Allocated(event.address, -event.nbytes, start))
             take(event.address, index)
             continue
-        # Living blocks in memory that is given out again were freed unseen.
+        # Living blocks in memory that is allocated again were freed without an event.
         first = bisect_left(addresses, event.address)
         if first and addresses[first - 1] + living[addresses[first - 1]].nbytes > event.address:
             first -= 1
@@ -163,7 +163,7 @@ def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: st
 
 
 def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
-    """Give every block its category: the first label given while it lived decides, but a parameter stays one."""
+    """Give every block its category: by the first label while it lived; a parameter stays one."""
     lives = grouped(blocks, lambda block: block.address)
     for each in blocks:
         if each.origin is not None and (each.origin.phase == "forward" or each.origin.recomputed):

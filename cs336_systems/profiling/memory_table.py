@@ -1,4 +1,4 @@
-"""Tables of memory: peaks by phase and by step, what a peak consists of, and the origin of the largest allocations."""
+"""Tables of memory: peaks by phase and by step, the contents of a peak, and the origin of the largest allocations."""
 
 import re
 from collections import Counter
@@ -28,9 +28,9 @@ class Source:
 
     category: str
     phase: str
-    module: str  # with * for the number of a layer; it says so if its backward or a second forward made them
+    module: str  # with * for a layer's number, and a note if its backward or a second forward made them
     operator: str
-    frame: str  # the innermost of Python outside of torch, if the trace has stacks
+    frame: str  # the innermost Python frame outside of torch, if the trace has stacks
     nbytes: int
     peak: int
     count: int
@@ -63,7 +63,7 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
 
 
 def largest(memory: MemoryTimeline, count: int = 10) -> list[Source]:
-    """The allocations with the most bytes each, wherever in the profile; the largest first."""
+    """The largest single allocations of the whole profile; the largest first."""
     made = [block for block in memory.blocks if block.lane is not None]
     return sorted(sources(memory, made), key=lambda each: -each.nbytes)[:count]
 
@@ -81,7 +81,7 @@ def _module(origin: Node) -> str:
 
 
 def _operator(origin: Node) -> str:
-    """The innermost operator around an allocation that does more than allocate, or else what was annotated."""
+    """The innermost operator around an allocation that does more than allocate, or else the annotation."""
     fallback = ""
     for node in origin.outwards():
         name, category = node.span.name, node.span.category
@@ -117,7 +117,7 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     parts = [
         f"# Memory of rank {trace.rank} on {memory.device}",
         f"Peak {exact(memory.peak)} at {(time - memory.times[0]) / 1e6:.2f} ms{during and f', in {during}'}. "
-        f"{exact(totals[0])} were alive when profiling began, {exact(totals[-1])} when it ended.",
+        f"{exact(totals[0])} were allocated when profiling began, {exact(totals[-1])} when it ended.",
     ]
     peaks = memory.phase_peaks()
     cells = [
@@ -125,7 +125,7 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
         for name, i in (peaks | {"**whole profile**": memory.peak_index}).items()
     ]
     heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
-    tables = [Table("The peak of each phase, and what it consists of", heads, cells)]
+    tables = [Table("The peak of each phase, by category", heads, cells)]
     if len(memory.steps) > 1:
         heads = ["step", *(f"{name}, bytes" for name in peaks), "whole step, bytes"]
         rows = []

@@ -1,9 +1,9 @@
 """Merges the traces of all ranks into one Chrome-trace JSON that Perfetto (https://ui.perfetto.dev) opens.
 
-Clocks are aligned (`align.py`) and every rank has processes of its own, rank * 1000 + 1, + 2 ... Arrows are torch's own
-inside a rank, from forward to backward and from a launch to its kernel, and ours between ranks: from where the last
-rank joins a collective to where each of the others gets away. That follows the cause, so with true clocks none of an
-all-reduce ever points back in time. (In a broadcast only the source is waited for.)
+Clocks are aligned (`align.py`) and every rank has processes of its own, rank * 1000 + 1, + 2 ... Arrows inside
+a rank are torch's: from forward to backward, and from a launch to its kernel. Ours lead between ranks: from the last
+rank's entry into a collective to the end of each other rank's wait. As they lead from cause to effect, those of an
+all-reduce never point back in time if clocks are right. (In a broadcast ranks wait only for the source.)
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,18 +23,18 @@ SECOND = 10**9
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
-Row = tuple[int, Callable[[float, Any, Any], Event], Any, Any]  # an event: when, in nanoseconds, and what makes it
+Row = tuple[int, Callable[[float, Any, Any], Event], Any, Any]  # an event: its time in nanoseconds, and how to make it
 
 
 class Track(NamedTuple):
-    """One line of the merged trace: slices that nest. A lane's further tracks hold what crosses something on it."""
+    """One line of the merged trace: slices that nest. A lane's further tracks hold spans that cross others."""
 
     pid: int
     tid: int
     nodes: list[Node]  # in order of start, parents before children
 
 
-End = tuple[int, Track]  # of an arrow: when, in nanoseconds, and where
+End = tuple[int, Track]  # of an arrow: time in nanoseconds, and track
 Arrow = tuple[str, str, End, list[End]]  # its category, name, source and targets
 
 
@@ -67,7 +67,7 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
 
 
 def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[list[Node]]:
-    """One lane's spans as few tracks in which they nest, and if those are many, more in which none is inside another;
+    """One lane's spans on a few tracks in which they nest, and the rest on further tracks in which none overlap;
     Python frames that do not nest are left out, as in `nest`. `known` are its nodes of a CPU's spans."""
     tracks, left = list[list[Node]](), list(spans)
     known = known if all(span.category in HOST for span in left) else None
@@ -79,7 +79,7 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
 
 
 def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> dict[Lane, str]:
-    """The names of one process's lanes, from the top: streams of a GPU, or threads."""
+    """Names of one process's lanes, from the top: streams of a GPU, or threads."""
     names, known = dict[Lane, str](), roles(trace)
     if is_gpu:
         for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
@@ -96,11 +96,11 @@ def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> di
 
 
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
-    """The merged trace; the same for the same traces, in whatever order. Its clock is that of the lowest rank.
-    With `lazily` its events are made as they are read, so that they need no memory.
+    """Merge traces; the result does not depend on their order. Its clock is that of the lowest rank.
+    With `lazily` its events are made when they are read, so that they need no memory.
 
-    Under "ranks" it keeps each rank's `distributedInfo`, host, and clock: offset and bound in nanoseconds, and how they
-    are known. Raises UserError for traces of runs of different sizes.
+    Under "ranks" it keeps each rank's `distributedInfo`, host, and clock: offset and bound in nanoseconds, and their
+    source. Raises UserError for traces of runs of different sizes.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     for one, other in pairwise(traces):
@@ -109,7 +109,7 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
             raise UserError(f"{sizes}: these traces are not of one run")
     known = offsets(traces)
     traces = aligned(traces)
-    # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
+    # A whole second before the first event, so that times in microseconds are small enough to be exact to 1 ns.
     starts = [span.start for trace in traces for span in trace.spans[:1]]  # in order
     starts += [each.time for trace in traces for each in trace.allocations[:1]]
     base = min(starts, default=0) // SECOND * SECOND
@@ -125,7 +125,7 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         for device in sorted({each.device for each in trace.allocations}) if trace.spans else []:
             rows += _memory(trace, device, base)
         arrows += _arrows_inside(trace, lanes)
-    # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
+    # At equal times a viewer reads events in the file's order, and an arrow must come after its slice.
     rows += _ends([*arrows, *_arrows_between(traces, places)])
     rows.sort(key=itemgetter(0))
     events = chain(named, (make((time - base) / 1000, what, where) for time, make, what, where in rows))
@@ -183,7 +183,7 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
 
 
 def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) -> Iterator[Arrow]:
-    """From the last rank that joined a collective to where each of the others left it."""
+    """Arrows from the last rank that joined a collective to the end of it on each of the others."""
 
     def ends(spans: Iterable[Span], last: bool) -> list[End]:
         found = (places[id(span)] for span in spans if id(span) in places)
@@ -197,7 +197,7 @@ def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) 
 
 
 def _ends(arrows: list[Arrow]) -> Iterator[Row]:
-    """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
+    """Number the arrows, as Perfetto identifies one by number, category and name, and drop those back in time."""
     number = 0
     for category, name, source, targets in arrows:
         after = [("f", target) for target in targets if target[0] >= source[0]]
@@ -215,7 +215,7 @@ def _end(ts: float, about: tuple[str, str, str, int], track: Track) -> Event:
 def own_moment(node: Node, last: bool = False) -> int | None:
     """The first or last nanosecond strictly inside a span in which nothing inside it runs; None if there is none.
 
-    A viewer hangs an arrow on the innermost slice of the moment.
+    A viewer attaches an arrow to the innermost slice at its time.
     """
     inside = union((child.span.start, child.end) for child in node.children)
     free = subtraction([(node.span.start + 1, node.end)], inside)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that divide a step
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
-LINE_UP = "line up"  # of an annotation, in which all ranks meet before the first step, and of its category
-UNNAMED = ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
+LINE_UP = "line up"  # name and category of the annotation in which all ranks meet before the first step
+UNNAMED = ROOT, WRAPPER = "model", "wrapper"  # names of modules without information
 STEP = re.compile(r"(?:step |ProfilerStep#)(\d{1,18})$")
 TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
 COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d{1,18})(?: (.*))?$")
@@ -23,7 +23,7 @@ KINDS = {
     "block": re.compile("Block|Layer$"),
     "linear": re.compile("Linear"),
 }
-MOST_MODULES = 32  # inside one another
+MOST_MODULES = 32  # most modules nested in each other
 Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
 
@@ -63,7 +63,7 @@ def parse_collective(name: str) -> Collective | None:
 
 @lru_cache(maxsize=100_000)
 def is_collective(name: str) -> bool:
-    """True for a span that launches, awaits or is a collective: ours, torch's or the backend's."""
+    """True for a span that launches, waits for or is a collective: ours, torch's or the backend's."""
     return name.startswith("c10d::") or bool(COMMUNICATION.match(name)) or parse_collective(name) is not None
 
 
@@ -78,7 +78,7 @@ def around(modules: Modules, path: str) -> Modules:
 
 
 def entered(outer: Modules, inner: tuple[str, str]) -> Modules:
-    """Some modules and one inside them; those nested deeper than any model's count for them."""
+    """Some modules and one inside them; modules nested deeper than MOST_MODULES count for those around them."""
     return (*outer, inner) if len(outer) < MOST_MODULES else outer
 
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 from cs336_systems.profiling.names import Modules, parse_tag
 from cs336_systems.profiling.trace import FRAME, HOST, Allocation, K, Lane, Place, Span, Trace, grouped, once
 
-CLIMBED = 400  # more than Python frames and modules of any model
+CLIMBED = 400  # levels, more than Python frames and modules of any model have
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
 
@@ -25,17 +25,17 @@ class Node:
     parent: "Node | None" = None
     children: list["Node"] = field(default_factory=list)
     phase: str = "other"  # or one of PHASES
-    direction: str = "forward"  # or "backward": which pass of its modules it is part of
-    modules: Modules = ()  # whose time it is
+    direction: str = "forward"  # or "backward": the pass of its modules that it is part of
+    modules: Modules = ()  # that its time counts for
     kernels: tuple[Span, ...] = ()  # what the span itself launched on a device
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
-    inner: int = 0  # how many such spans are directly inside
-    busy: int = 0  # nanoseconds in it and in none inside
+    inner: int = 0  # number of such spans directly inside
+    busy: int = 0  # nanoseconds inside it but in none of the spans inside
     device_self: int = 0  # nanoseconds of those
-    nbytes: int = 0  # it allocated itself, less those that it freed, on a GPU if anything was allocated there
-    launched: int = 0  # nanoseconds of what it and all inside it launched on a device
+    nbytes: int = 0  # allocated by itself less freed, on a GPU if anything was allocated there
+    launched: int = 0  # nanoseconds of kernels that it and all inside it launched
     allocated: int = 0  # bytes of it and of all inside it
-    time: int = 0  # what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device
+    time: int = 0  # nanoseconds of its kernels, or `busy` if nothing ran on a device
     duration: int = field(init=False)
     collective: bool = False  # it launches or awaits one, or lies inside one that does
 
@@ -53,7 +53,7 @@ class Node:
         return parse_tag(self.span.name) if self.span.category == "user_annotation" else None
 
     def outwards(self) -> Iterator["Node"]:
-        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest."""
+        """This span and those around it, the nearest first, at most CLIMBED of them."""
         node: Node | None = self
         for _ in range(CLIMBED):
             if node is None:
@@ -64,7 +64,7 @@ class Node:
 
 def nest(spans: Iterable[Span]) -> list[Node]:
     """One thread's spans, in order of start and the longer first, as nodes in the same order: parents before children.
-    Of two that cross the later is left out, or the Python frame if one is."""
+    Of two that cross, the Python frame is left out, or else the later one."""
     nodes, stack, dropped = list[Node](), list[Node](), set[Node]()
     for span in spans:
         while stack and stack[-1].end <= span.start:
@@ -77,7 +77,7 @@ def nest(spans: Iterable[Span]) -> list[Node]:
         stack.append(nodes[-1])
     nodes = [node for node in nodes if node not in dropped]
     for node in nodes:
-        if node.parent in dropped:  # around a frame that is left out is none that is
+        if node.parent in dropped:  # the parent of a dropped frame is never dropped
             node.parent = node.parent.parent
         if node.parent is not None:
             node.parent.children.append(node)
@@ -91,7 +91,7 @@ def nested(trace: Trace) -> dict[Lane, list[Node]]:
 
 
 def innermost(lanes: Mapping[Lane, Sequence[Node]], places: Iterable[Place]) -> dict[Place, Node | None]:
-    """The innermost of a lane's nodes, parents before children, around each of some moments."""
+    """The innermost node of a lane (parents before children) around each of some moments."""
     found = dict[Place, Node | None]()
     for lane, moments in grouped(sorted(places, key=itemgetter(1)), itemgetter(0)).items():
         stack, nodes, next_one = list[Node](), lanes.get(lane, ()), 0
@@ -110,14 +110,14 @@ def innermost(lanes: Mapping[Lane, Sequence[Node]], places: Iterable[Place]) -> 
 
 @once
 def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None]]:
-    """All that a device's allocator did, in order, with the innermost span around each."""
+    """All events of a device's allocator, in order, each with the innermost span around it."""
     events = [each for each in trace.allocations if each.device == device and each.nbytes]
     around = innermost(nested(trace), [(each.lane, each.time) for each in events])
     return [(each, around[each.lane, each.time]) for each in events]
 
 
 def outermost(nodes: Iterable[Node], key: Callable[[Node], K]) -> Iterator[tuple[Node, K, bool]]:
-    """Each node, parents before children and without Python frames, its key, and if none around it has the same."""
+    """(node, its key, True if no node around it has that key) for nodes without Python frames, parents first."""
     path, keys = list[tuple[Node, K]](), defaultdict[K, int](int)
     for node in nodes:
         while path and path[-1][0] is not node.outer:

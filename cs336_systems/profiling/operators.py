@@ -1,11 +1,11 @@
 """Operators, kernels and collectives by name: the rows that show where the time goes.
 
 Self times partition a thread: every nanosecond belongs to the innermost operator at that moment, so they add up to 100%
-of the threads that compute. Collectives run beside them on threads of their own and are listed apart.
+of the threads that compute. Collectives run at the same time on their own threads and are listed apart.
 
 FLOPs follow from the shapes that the profiler recorded: a multiplication with its addition is two. As in
-`torch.utils.flop_counter` a causal mask saves nothing, and the backward of fused attention makes five products, the
-scores once more among them (FlashAttention, arXiv:2205.14135, algorithm 4).
+`torch.utils.flop_counter` a causal mask saves nothing, and the backward of fused attention has five products, as it
+computes the scores again (FlashAttention, arXiv:2205.14135, algorithm 4).
 """
 
 import math
@@ -24,11 +24,11 @@ from cs336_systems.profiling.timeline import IN_FLIGHT, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
 Sort = Literal["cpu", "device"]
-OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules, which hold the time of other rows
+OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules: their own time, without operators
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
 FUSED = re.compile(r"^(aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*|cs336_kernels::flash_attention\w*)$")
-# For each element: compare with the largest, subtract it, exponentiate, add up, divide. Backward, y (g - sum g y):
+# FLOPs per element: compare with the largest, subtract it, exponentiate, add up, divide. Backward, y (g - sum g y):
 # multiply, add up, subtract, multiply.
 SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
@@ -65,7 +65,7 @@ class OpRow:
     """All calls of one operator; times in nanoseconds, shares of the sum of all self times.
 
     Totals include what the operator called or launched; a call inside one of the same name is not added again. `flops`
-    is what its own matrix products need, None if it makes none or no shapes were recorded.
+    are those of its own matrix products, None if it has none or no shapes were recorded.
     """
 
     name: str
@@ -90,8 +90,8 @@ class OpRow:
 
 
 class DeviceRow(NamedTuple):
-    """Nanoseconds of one GPU from its first kernel to the end of its last, as Holistic Trace Analysis counts them; what
-    runs on several streams at once counts once."""
+    """Nanoseconds of one GPU from its first kernel to the end of its last, as Holistic Trace Analysis counts them; time
+    in which several streams run counts once."""
 
     name: str
     whole: int
@@ -101,20 +101,20 @@ class DeviceRow(NamedTuple):
 
 @dataclass
 class TimeRow:
-    """Kernels or collectives of one name, which run beside the threads that compute; nanoseconds."""
+    """Kernels or collectives of one name, which run at the same time as the threads that compute; nanoseconds."""
 
     name: str
     where: str
     calls: int = 0
     total: int = 0
-    share: float | None = None  # of all kernels; None for collectives, which add up to nothing
+    share: float | None = None  # of all kernels; None for collectives, whose times have no meaningful sum
 
 
 def op_rows(
     trace: Trace, sort: Sort = "cpu", by: str = "total", limit: int | None = None, phase: str | None = None
 ) -> list[OpRow]:
     """Operators of the threads that compute, the largest by `sort` and `by` ("total", "self") first: the first `limit`,
-    or those of one `phase` ("forward"), of which the shares then are. Collectives go without their numbers."""
+    with `phase` ("forward") those of one phase, and shares of it. Collectives' names are without their numbers."""
     rows = sorted(_op_rows(trace, phase), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))
     return rows[:limit]
 
@@ -134,7 +134,7 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
             continue
         if (row := rows.get(name)) is None:
             row = rows[name] = OpRow(name)
-        # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
+        # An operator whose only call is one of the same name is counted once, as in torch.profiler.
         row.calls += not (up and up.span.name == node.span.name and up.inner == 1)
         row.cpu_self += node.busy
         row.device_self += node.device_self
@@ -180,7 +180,7 @@ def device_rows(trace: Trace) -> list[DeviceRow]:
 
 
 def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
-    """Everything that ran on a GPU by its own name, also what no operator launched; the longest first."""
+    """Everything that ran on a GPU, by its own name, even if no operator launched it; the longest first."""
     spans = [span for span in trace.spans if span.category in DEVICE]
     rows = _time_rows((span.name, "device", span.duration) for span in spans)
     whole = sum(row.total for row in rows)
@@ -191,7 +191,7 @@ def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
 
 def collective_rows(trace: Trace) -> list[TimeRow]:
     """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
-    waited for; the longest first. They work while others compute, so their time is no part of 100%."""
+    waited for; the longest first. They run while others compute, so their time is not part of the 100%."""
     found, calls = timeline(trace), []
     apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
     for node, name, first in outermost(apart, lambda node: node.span.name):

@@ -2,12 +2,12 @@
 
 On a GPU the definition is Holistic Trace Analysis's (`get_comm_comp_overlap`): communication is NCCL's kernels,
 computation all others (copies are neither), and the share is |communication ∩ computation| / |communication|, each as
-a union over streams. On a CPU gloo's spans (in shared memory, what a thread spends in our `wait ...`) take the place of
-NCCL's kernels, and operators that would launch a kernel that of computation. Neither an operator of gloo's own threads
-counts, nor what a thread does inside `wait ...` or `launch ...`, nor a view or an allocation: with those, gradients
-that are reduced one by one after backward would seem to overlap with the slicing of the next.
+a union over streams. On a CPU communication is gloo's spans (in shared memory, a thread's time in our `wait ...`), and
+computation the operators that would launch a kernel on a GPU. Operators on gloo's own threads do not count, nor do
+those inside `wait ...` or `launch ...`, nor views and allocations: with those, gradients that are reduced one by one
+after backward would seem to overlap with the slicing of the next.
 
-gloo does not record when a send or receive was done, only when it was posted and when somebody had waited for it.
+gloo does not record the end of a send or receive, only when it was posted and when a wait for it ended.
 """
 
 import re
@@ -24,7 +24,7 @@ from cs336_systems.profiling.names import COMMUNICATION, parse_collective
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
-# Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
+# Operators that launch no kernel on a GPU. Those that they call, such as `clone` in `reshape`, are judged by name.
 NO_KERNEL = re.compile(
     r"aten::(_?conj|_local_scalar_dense|_reshape_alias|_unsafe_view|_version|alias|as_strided_?|broadcast_to|chunk|"
     r"contiguous|detach_?|diagonal|expand(_as)?|flatten|imag|is_nonzero|item|lift|"
@@ -42,15 +42,15 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """One rank's communication in nanoseconds, each moment once however many collectives it is part of."""
+    """One rank's communication in nanoseconds, where a moment in several collectives counts once."""
 
     rank: int
     communication: int
     overlapped: int
-    blocked: int | None  # what a CPU thread spent inside our `wait ...`; None where the waits are not ours
+    blocked: int | None  # a CPU thread's time inside our `wait ...`; None if the waits are not ours
     posted: bool = False  # the times are upper bounds
     waited: int | None = None  # until the last rank had joined; None without the other ranks' traces
-    transferred: int | None = None  # the rest
+    transferred: int | None = None  # the rest of `communication`
 
     @property
     def exposed(self) -> int:
@@ -63,7 +63,7 @@ class Overlap:
 
 
 class Activity(NamedTuple):
-    """The spans in which a rank communicated and those in which it computed, and the union of each's times."""
+    """Spans of a rank's communication and of its computation, and the union of the times of each."""
 
     communication: list[Span]
     compute: list[Span]
@@ -77,7 +77,7 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 
 @once
 def activity(trace: Trace) -> Activity:
-    """The spans in which a rank communicated and computed, by the definition for its device."""
+    """Find a rank's spans of communication and computation, by the definition for its device."""
     streams = (span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1)
     kernels = grouped(streams, lambda span: bool(KERNEL.search(span.name)))
     host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
@@ -86,7 +86,7 @@ def activity(trace: Trace) -> Activity:
         gloo = [span for span in host if span.name.startswith("gloo:")]
         communication, compute = kernels.get(True, gloo), kernels.get(False, [])
     else:
-        # In shared memory the thread that waits does the work, of which only the wait is in the trace.
+        # In shared memory the thread that waits does the work, and the trace has only the wait.
         communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
     return Activity(communication, compute, _times(communication), _times(compute))
 
@@ -108,7 +108,7 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
 
 
 def waits_of(trace: Trace, *launches: str) -> list[Span]:
-    """Our annotations of waits, on whatever thread."""
+    """Our annotations of waits, on any thread."""
     return [s for s in trace.annotated if (found := parse_collective(s.name)) and found.action in ("wait", *launches)]
 
 
@@ -130,10 +130,10 @@ def overlap(trace: Trace, last: Mapping[int, int] | None = None) -> Overlap:
 
 
 def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
-    """Every rank's, by rank, with time waited for the last rank apart from time transferred if there are several.
+    """Overlap of every rank; with several ranks, the time waited for the last rank is apart from the transfer.
 
-    A collective's wait lasts from a rank's own start to the last rank's, on aligned clocks; what follows is transfer,
-    and so is what has no partner. While one transfers, a rank that waits in another does not count as waiting.
+    A collective's wait lasts from a rank's own start to the last rank's, on aligned clocks. The time after that is
+    transfer, as is an unmatched collective. A rank that waits in one while another transfers does not count as waiting.
     """
     traces = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
     last = last_starts(traces) if len(traces) > 1 else None
@@ -142,8 +142,8 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
-    """The time at which the last rank joined, for every matched span by its identity. Transfers of collectives that we
-    annotated go by the annotation, all others by counting (`align.py`); what was posted, by its launches."""
+    """The time at which the last rank joined, for every matched span by its identity. Annotated collectives match by
+    the annotation, all others by counting (`align.py`), sends and receives by their launches."""
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]
@@ -161,16 +161,16 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
 
 
 def overlap_table(traces: Sequence[Trace]) -> Table:
-    """The overlap of every rank in milliseconds, with what the columns mean below."""
+    """The overlap of every rank in milliseconds, with the meaning of the columns below."""
     found, steps = overlaps(traces), timeline(traces[0]).step_count
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
-        f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "
-        "stood still in our wait."
+        f"{sums} ms. overlap = overlapped / communication; waited = until the last rank joined; blocked = time of a "
+        "CPU thread inside our wait."
     ]
     if any(each.posted for each in found):
         notes.append(
-            "Sends and receives count from posting until they had been waited for, so communication, overlapped and "
-            "exposed are at most this; blocked is what they cost at least."
+            "Sends and receives count from posting to the end of their wait, so communication, overlapped and exposed "
+            "are upper bounds; blocked is a lower bound of their cost."
         )
     return Table.of("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)

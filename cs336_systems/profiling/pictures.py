@@ -1,6 +1,6 @@
 """SVG pictures by matplotlib: boxes with tooltips and with labels where they fit; the flame graph, and the memory.
 
-Text stays text, and the same numbers give the same bytes.
+Text is not converted to paths, and the same numbers give the same bytes.
 """
 
 import re
@@ -63,8 +63,8 @@ class Box(NamedTuple):
     width: float
     row: float
     fill: str
-    tip: str = ""  # shown under the pointer
-    labels: tuple[str, ...] = ()  # the first that fits is written on it
+    tip: str = ""  # tooltip
+    labels: tuple[str, ...] = ()  # the first that fits into the box is written in it
     edge: str = ""
     hatch: str = ""
 
@@ -94,7 +94,7 @@ def save(figure: Figure, path: Path, title: str) -> None:
     """Write a picture as SVG. Artists' ids that begin with "tip " become tooltips."""
     file, metadata = StringIO(), {"Date": None, "Creator": None, "Title": printable(title)}
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # names may have any character, and text stays text
+        warnings.filterwarnings("ignore", "Glyph")  # names may have any character; the viewer's fonts draw them
         figure.savefig(file, format="svg", metadata=metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     svg = re.sub(r"""<g id=(["'])tip (.*?)\1>""", r"<g><title>\2</title>", file.getvalue(), flags=re.DOTALL)
@@ -113,9 +113,9 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
 
 @rc_context(STYLE)
 def draw_flames(threads: list[Flame], title: str) -> Figure:
-    """The picture of some threads of one rank, one below the other, all to the same scale: width is time, a frame lies
-    below the one that it ran in. Frames too narrow to see are left out of the drawing only; the numbers of the tooltips
-    are exact."""
+    """Picture of some threads of one rank, one below the other, all to the same scale: width is time, and a frame is
+    below the one that it ran in. Frames too narrow to see are not drawn, but the numbers in the tooltips include
+    them."""
     device = any(flame.clock == "device" for flame in threads)
     totals = [flame.root.total() for flame in threads] or [1]
     whole, what = (sum(totals), "all kernels") if device else (totals[0], "the main thread")
@@ -167,7 +167,7 @@ def _layout(root: Frame) -> list[tuple[Frame, int, int, int]]:
 
 
 def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
-    """Write a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
+    """Draw a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
     trace without allocations has no picture."""
     memory = memory_timeline(trace)
     if len(memory.times) == 1:
@@ -178,7 +178,7 @@ def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
 
 
 def thin(memory: MemoryTimeline, columns: int, end: int) -> list[tuple[int, int]]:
-    """(time, index) of the highest level in each of as many columns, where it changes: a peak is never lost."""
+    """(time, index) of the highest level in each column of the picture, if it changes: no peak is lost."""
     result: list[tuple[int, int]] = []
     for first, last in pairwise(np.linspace(memory.times[0], end, columns + 1, dtype=np.int64).tolist()):
         highest = memory.highest_in(first, last)
@@ -189,7 +189,7 @@ def thin(memory: MemoryTimeline, columns: int, end: int) -> list[tuple[int, int]
 
 @rc_context(STYLE)
 def draw_memory(memory: MemoryTimeline, title: str) -> Figure:
-    """The picture of one rank's memory on one device: stacked areas by category, below the steps and phases."""
+    """Picture of one rank's memory on one device: stacked areas by category, below the steps and phases."""
     start, peak = memory.times[0], memory.peak
     end = max([memory.times[-1], start + 1, *(each.end for each in (*memory.phases, *memory.steps))])
     power = min(max(peak.bit_length() - 1, 0) // 10, 3)

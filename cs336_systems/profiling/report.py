@@ -20,16 +20,16 @@ from cs336_systems.profiling.trace import DEVICE, HOST, Trace, uncollected, writ
 
 MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "memory.md", "index.html"
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
-# A browser obeys: no scripts, nothing from elsewhere, styles of the page itself and pictures beside it.
+# Rules for the browser: no scripts, nothing from elsewhere, only the page's own styles and the pictures beside it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
 NO_PICTURES = "no pictures: matplotlib is not installed; pip install -e '.[writeup]' and run the report again"
 
 
 @uncollected()
 def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
-    """Write all that follows from all ranks' traces into a folder, and print the most important.
+    """Write all reports on all ranks' traces into a folder, and print the most important tables.
 
-    Pictures of time and memory are the first rank's, which stands for all; tables are over all ranks. Raises UserError
+    Pictures of time and memory show the first rank as an example; tables are over all ranks. Raises UserError
     for a folder that cannot be written, and for traces without events.
     """
     if not any(trace.spans for trace in traces):
@@ -65,7 +65,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
 
 
 def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
-    """One HTML page with the pictures, and the tables as a terminal shows them; it needs nothing but its folder."""
+    """One HTML page with the pictures, and the tables as a terminal shows them; it needs only its folder."""
     described = [str(traces[0].ours[key]) for key in ("size", "wrapper", "device") if key in traces[0].ours]
     what = ", ".join(described) or "a trace of torch.profiler"
     title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {what}"))

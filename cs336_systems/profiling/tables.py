@@ -19,23 +19,23 @@ SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
 MEASURED = {"cpu": "CPU self time", "device": "the device"}
 OPERATORS_NOTE = (
-    "Times in milliseconds. Self times partition what the threads that compute did, so they add up to 100%: to thread "
-    "time, in which the main thread's wait for autograd's, which runs backward on a GPU, counts for nothing. Totals "
-    "hold what an operator calls and overlap. FLOPs are those of matrix products and fused attention themselves. "
-    "Memory is what was allocated less what was freed."
+    "Times in milliseconds. Self times divide up the time of the threads that compute, so they add up to 100%; the "
+    "main thread's wait for autograd's thread, which runs backward on a GPU, does not count. Totals include the "
+    "operators that an operator calls, so they overlap. FLOPs are those of matrix products and fused attention. "
+    "Memory is bytes allocated less bytes freed."
 )
 COLLECTIVES_NOTE = (
-    "In milliseconds. They run on threads of the communication library beside those that compute, so they are in no "
-    "100% above; a collective lasts from its start on this rank until all ranks have taken part."
+    "In milliseconds. They run on threads of the communication library while others compute, so the 100% above are "
+    "without them; a collective lasts from its start on this rank until all ranks have taken part."
 )
 MODULES_NOTE = "`own` is without the modules inside, the others are with them; `blocks.*` stands for all blocks."
 ATTENTION_NOTE = (
     "A softmax is counted as 5 FLOPs an element (compare, subtract, exponentiate, add, divide) and its backward as 4; "
-    "what backward recomputes counts for backward."
+    "recomputation counts for backward."
 )
 SPREAD_NOTE = "In milliseconds. Imbalance is the slowest rank over the mean; a rank without the row counts as 0."
-# As torch.profiler names them.
-MEMORY = "self memory: memory_self bytes?; memory: memory_total bytes?;"  # in files, for which a terminal is too narrow
+# Columns with torch.profiler's names.
+MEMORY = "self memory: memory_self bytes?; memory: memory_total bytes?;"  # in files only: a terminal is too narrow
 OPERATORS = (
     "name: name text; self CPU %: cpu_self_share %; self CPU: cpu_self ms; CPU total %: cpu_total_share %;"
     "CPU total: cpu_total ms; CPU time avg: cpu_total/calls ms; self device %: device_self_share %?;"
@@ -74,8 +74,8 @@ SPREADS = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A row's nanoseconds over the ranks. Ranks that wait for each other are as fast as the slowest, so all pay for its
-    `imbalance`, the most over the mean."""
+    """A row's nanoseconds over the ranks. Ranks that wait for each other are as slow as the slowest, so `imbalance`,
+    the maximum over the mean, is time that all of them lose."""
 
     name: str
     least: int
@@ -87,7 +87,7 @@ class Spread:
 
 def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = None) -> list[Spread]:
     """Compare {rank: (name, nanoseconds) of its rows} by name, the largest mean first; rows of one name are added up. A
-    rank that lacks a row spent no time on it; of ranks that are equal the lowest is named."""
+    rank without a row spent no time on it; of equal ranks the lowest is named."""
     found: dict[str, dict[int, int]] = {}
     for rank, rows in ranks.items():
         for name, time in rows:
@@ -127,7 +127,7 @@ def render_markdown(traces: Sequence[Trace]) -> str:
 
 
 def show(traces: Sequence[Trace], console: Console) -> None:
-    """Print the most important: the first rank's operators and parts, the breakdown, and the ranks compared."""
+    """Print the main tables: the first rank's operators and parts, the breakdown, and the ranks compared."""
     mine = traces[0]
     sort = sort_of(mine)
     console.print(_about(traces))
@@ -143,7 +143,7 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 
 
 def sort_of(trace: Trace) -> Sort:
-    """The clock that tables go by: the device's if an operator launched anything there."""
+    """The clock of the tables: the device's if an operator launched anything there."""
     return "device" if timeline(trace).on_device else "cpu"
 
 

@@ -1,11 +1,11 @@
-"""One rank's timeline: the spans of every CPU thread nested, with phase, modules and own time of each; made once.
+"""One rank's timeline: the nested spans of every CPU thread, each with phase, modules and own time; made once.
 
 torch.profiler shows the backward pass as a flat list of autograd nodes without modules. But it links each to the
-operator of the forward pass that made it (by a sequence number that both carry), and that lies inside a module's span.
+operator of the forward pass that created it (both have one sequence number), and that is inside a module's span.
 
-Busy time counts every nanosecond of the threads that compute once. Python frames, recorded with stacks, count for what
-is around them, so that a table is the same with stacks and without. On a GPU backward runs on a thread of autograd
-while the main thread is blocked inside `backward`: then only autograd's counts.
+Busy time counts every nanosecond of the threads that compute once. Python frames (recorded with stacks) count for the
+span around them, so that tables are the same with stacks and without. On a GPU backward runs on a thread of autograd
+while the main thread is blocked inside `backward`: then only autograd's thread counts.
 """
 
 import re
@@ -32,7 +32,7 @@ from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, 
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
-GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # begin the rows of kernels that no operator launched
+GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # prefixes of the rows of kernels that no operator launched
 GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 
 
@@ -42,8 +42,8 @@ def roles(trace: Trace) -> dict[Lane, str]:
 
     "main thread" takes the steps. "autograd thread" runs backward where that is not the main thread, as on a GPU; a
     second one, of another GPU, is "autograd thread 1". "communication thread 0", 1 ... run gloo's collectives. "in
-    flight 0", 1 ... are no threads: they hold sends and receives from posting to the end of the wait. All others are
-    "other thread 0", 1 ...
+    flight 0", 1 ... are no threads: they show sends and receives from posting to the end of the wait. All other lanes
+    are "other thread 0", 1 ...
     """
     lanes = trace.lanes(*HOST)
 
@@ -57,7 +57,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
     found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
         names = [span.name for span in lanes[lane]]
-        # NCCL has no thread of its own: it annotates the one that launches.
+        # NCCL has no thread of its own: its spans are on the thread that launches.
         gloo = any(COMMUNICATION.match(name) and not name.startswith("nccl") for name in names)
         role = AUTOGRAD if any(name.startswith(ENGINE) for name in names) else COMMUNICATING if gloo else OTHER
         found[MAIN if lane == main else IN_FLIGHT if str(lane[1]).startswith(IN_FLIGHT) else role].append(lane)
@@ -80,19 +80,19 @@ class Timeline:
     nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
     busy: list[Node]  # those of the threads that compute, without Python frames
     apart: dict[Lane, str]  # the lanes that move data between ranks, by role
-    on_device: bool  # something ran on a GPU, so that `Node.time` is the device's
+    on_device: bool  # something ran on a GPU, so that `Node.time` is the device's time
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
     @property
     def step_count(self) -> int:
-        """The number of steps, beside which torch.profiler's own may stand."""
+        """Number of steps, without torch.profiler's own annotations of the same steps."""
         return sum(step.name.startswith("step ") for step in self.steps) or len(self.steps)
 
 
 @once
 def timeline(trace: Trace) -> Timeline:
-    """Nest a trace's spans, attribute them to phases and modules, and share out the time."""
+    """Nest a trace's spans, attribute them to phases and modules, and give each its time."""
     steps = [span for span in trace.annotated if step_number(span.name) is not None]
     phases = [span for span in trace.annotated if span.name in PHASES]
     nodes = _attribute(trace, phases)
@@ -118,7 +118,7 @@ def timeline(trace: Trace) -> Timeline:
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
     nodes = [node for each in nested(trace).values() for node in each]
-    places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
+    places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:
@@ -129,7 +129,7 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
         if node.span.category == "user_annotation":
             _enter(node)
         if node.span.name.startswith(ENGINE):
-            # torch draws a link from the operator of forward to what is directly inside the engine's node.
+            # torch links the operator of forward to the span directly inside the engine's node.
             inside = [(child.span.lane, child.span.start) for child in node.children]
             linked = [trace.links[place] for place in inside if place in trace.links]
             source = next((places[place] for place in linked if place in places), None)
@@ -170,19 +170,19 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
 
 
 def phase_at(phases: list[Span], time: int) -> str:
-    """The name of the phase that began last, if it lasts at that time, or else "other"."""
+    """The name of the phase that began last, if it is still under way at that time, or else "other"."""
     place = bisect_right(phases, time, key=lambda phase: phase.start)
     return phases[place - 1].name if place and time < phases[place - 1].end else "other"
 
 
 def _enter(node: Node) -> None:
-    """Change phase, direction and modules where an annotation begins."""
+    """Change phase, direction and modules at the start of an annotation."""
     name = node.span.name
     if name in PHASES or (name.startswith("Optimizer.step#") and node.phase == "other"):
         node.phase = name if name in PHASES else "optimizer"
         node.direction, node.modules = "forward", ()
     elif found := parse_tag(name):
-        # Recomputation enters modules anew, inside another module's backward.
+        # Recomputation enters modules again, inside another module's backward.
         outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
         node.direction, node.modules = "forward", entered(outer, found)
@@ -199,7 +199,7 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
 
 
 def _share_out(nodes: list[Node]) -> None:
-    """Give every node that is no Python frame its own nanoseconds."""
+    """Give every node its own nanoseconds, except Python frames."""
     for node in nodes:
         up = node.parent
         node.outer = None if up is None else up.outer if up.span.category == FRAME else up
@@ -212,7 +212,7 @@ def _share_out(nodes: list[Node]) -> None:
 
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
-    """Take out of annotations on the main thread what autograd's threads did meanwhile, between the spans inside."""
+    """Subtract from annotations on the main thread the work of autograd's threads meanwhile, outside of inner spans."""
     engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane].startswith(AUTOGRAD))
     if not engine:
         return

@@ -1,7 +1,7 @@
-"""A picture of one step: what every rank computed, what it sent meanwhile, and where it stood still.
+"""Picture of one step: every rank's computation, its communication at the same time, and its waits.
 
-A group of tracks for each rank on one axis of time, with the ranks' clocks aligned. The last track of a group is what
-the overlap is computed from: communication is green where it hides behind computation and red where not.
+A group of tracks for each rank on one axis of time, with the ranks' clocks aligned. The last track of a group shows
+the overlap: communication is green where computation hides it, and red where not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ FILLS = {
     "exposed": "#d6263b",
 }
 JOINING = "\\\\\\\\\\"  # the hatch while another rank has not joined
-BLOCKED = "/////"  # while a thread of the CPU stands still in a wait
+BLOCKED = "/////"  # the hatch while a CPU thread is blocked in a wait
 
 
 def write_timeline(traces: Sequence[Trace], path: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def write_timeline(traces: Sequence[Trace], path: Path) -> list[Path]:
 
 
 class Bar(NamedTuple):
-    """Something that lasted: [start, end) in nanoseconds since the epoch."""
+    """A bar of the picture: [start, end) in nanoseconds since the epoch."""
 
     start: int
     end: int
@@ -60,7 +60,7 @@ class Bar(NamedTuple):
     kind: str  # its phase, a collective's verb, or the track's name
     label: str = ""
     joined: int = 0  # when the last rank joined
-    posted: bool = False  # it may have ended before
+    posted: bool = False  # it may have ended earlier
 
 
 class StepTracks:
@@ -101,7 +101,7 @@ def steps_of(trace: Trace) -> dict[int, Interval]:
 
 
 def _blocks(trace: Trace) -> list[Bar]:
-    """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
+    """Bars of the transformer blocks in order, forward and backward; adjacent spans of one block are merged."""
     found: list[Bar] = []
     for node in timeline(trace).nodes:
         if not (node.tag or node.span.name.startswith(ENGINE)):
@@ -115,7 +115,7 @@ def _blocks(trace: Trace) -> list[Bar]:
 
 
 def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
-    """The computation by stream, of the phase in which a CPU thread asked for it."""
+    """Bars of the computation by stream, with the phase in which a CPU thread launched it."""
     phases = timeline(trace).phases
     result: dict[str, list[Bar]] = {}
     for span in activity(trace).compute:
@@ -127,7 +127,7 @@ def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
 
 
 def _collective(flight: Flight, last: Mapping[int, int]) -> Bar:
-    """A transfer that a backend timed lasts as long as that says; one that was posted, from launch to wait."""
+    """Bar of a transfer: as long as the backend timed it; for a send or receive from launch to wait."""
     timed = bool(flight.transfers) and not flight.posted
     start = flight.transfers[0].start if timed else flight.start
     end = max(span.end for span in flight.transfers) if timed else flight.end
@@ -138,7 +138,7 @@ def _collective(flight: Flight, last: Mapping[int, int]) -> Bar:
 
 @rc_context(STYLE)
 def draw_timeline(traces: Sequence[Trace], step: int, title: str) -> Figure:
-    """The picture of a step that all ranks have."""
+    """Draw a step that all ranks have."""
     moved = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
     ranks = [StepTracks(trace, step, last_starts(moved)) for trace in moved]
     start, end = min(rank.start for rank in ranks), max(rank.end for rank in ranks)
@@ -213,7 +213,7 @@ def _boxes(bar: Bar, track: str, row: int, start: int, end: int) -> Iterator[Box
     edges = {"block": GREY, "overlap": "none", "waits": FILLS["exposed"], "collectives": INK if bar.posted else "white"}
     edge = edges.get(track, fill)
     labels, hatch = (name, name.split(".")[-1]), BLOCKED if track == "waits" else ""
-    early = bar.start < bar.joined < (bar.start + bar.end) / 2  # the label then stands behind the hatch
+    early = bar.start < bar.joined < (bar.start + bar.end) / 2  # then the label is right of the hatch
     yield Box(*place(bar.start, bar.end), fill, tip, () if early else labels, edge, hatch)
     if bar.joined > bar.start:
         yield Box(*place(bar.start, bar.joined), "none", tip, (), "white", JOINING)

@@ -2,8 +2,8 @@
 
 Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading corrects two
 faults of torch.profiler: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), and the
-spans of gloo's sends and receives, which lie on the thread that posted them although they last until they are waited
-for; they get lanes of their own.
+spans of gloo's sends and receives, which are on the thread that posted them although they last until the end of the
+wait; they get lanes of their own.
 """
 
 import gc
@@ -33,12 +33,12 @@ Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
-EARLIER = "launched before the profile"  # the category of such kernels, which no table counts
+EARLIER = "launched before the profile"  # category of such kernels, which no table counts
 ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 FRAME = "python_function"  # the category of a Python function's spans
-RUNTIME = ("cuda_runtime", "cuda_driver")  # those of calls that launch kernels, of HIP's as well
+RUNTIME = ("cuda_runtime", "cuda_driver")  # categories of calls that launch kernels, HIP's as well
 HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
-# The words of torch 1.8 to 1.12 for categories, and its annotations, which it called operators.
+# Names of categories in torch 1.8 to 1.12, and its annotations, which had the category of operators.
 FORMERLY = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy"}
 FORMERLY |= {"Memset": "gpu_memset", "Python": FRAME}
 AT_ONCE = 100  # events that are written together, few enough for the processor's cache
@@ -47,7 +47,7 @@ POSTED = ("gloo:send", "gloo:recv")
 
 
 class Span(NamedTuple):
-    """Something that took time: [start, end) in nanoseconds since the epoch, on one lane of one process."""
+    """A span of time: [start, end) in nanoseconds since the epoch, on one lane of one process."""
 
     name: str
     category: str
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """One event of an allocator: `nbytes` is negative when memory is given back. `total` is the allocator's own sum."""
+    """One event of an allocator: `nbytes` is negative when memory is freed. `total` is the allocator's own sum."""
 
     time: int
     address: int
@@ -78,19 +78,19 @@ class Trace:
 
     spans: list[Span]  # in order of start, the longer first
     allocations: list[Allocation]
-    links: dict[Place, Place]  # from an operator of backward to the one of forward that autograd made it of
+    links: dict[Place, Place]  # from an operator of backward to the operator of forward that it belongs to
     threads: dict[Lane, str]
     rank: int
     world_size: int
     host: str
     ours: dict[str, Any]  # what `Capture` added
-    chrome: dict[str, Any]  # the JSON, of a file without the events that are spans or allocations
+    chrome: dict[str, Any]  # the rest of the file's JSON, without events that are spans or allocations
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
 
     @cached_property
     def annotated(self) -> list[Span]:
-        """The spans that a program named, ours among them."""
+        """The annotations: spans that a program named, ours among them."""
         return [span for span in self.spans if span.category == "user_annotation"]
 
     @property
@@ -100,7 +100,7 @@ class Trace:
 
     @cached_property
     def calls(self) -> dict[Any, Span]:
-        """The runtime calls that launched something, by correlation: kernels bear the same."""
+        """The runtime calls that launched something, by correlation number, which their kernels share."""
         return {s.args["correlation"]: s for s in self.spans if s.category in RUNTIME and "correlation" in s.args}
 
     def named(self, pattern: str) -> list[Span]:
@@ -121,8 +121,8 @@ def grouped(items: Iterable[U], key: Callable[[U], K]) -> dict[K, list[U]]:
 
 
 def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]:
-    """Decorate a function of a trace, or of a list of traces: it runs once for each, and all share its result, which
-    must not be changed. The result lives as long as the (first) trace; a changed copy begins anew."""
+    """Decorate a function of a trace, or of a list of traces: it runs once for each, and all callers share its
+    result, which must not be changed. The result lives as long as the (first) trace; a copy starts anew."""
 
     @wraps(make)
     def kept(given: T, /, *args: P.args, **options: P.kwargs) -> U:
@@ -130,7 +130,7 @@ def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]
         cache, key = traces[0].cache if traces else {}, (make, *map(id, traces), args, *options.items())
         if key not in cache:
             with uncollected():
-                cache[key] = make(given, *args, **options), traces  # which thus keep their ids
+                cache[key] = make(given, *args, **options), traces  # kept alive, so that their ids stay valid
         made: U = cache[key][0]
         return made
 
@@ -139,7 +139,7 @@ def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: of a million objects that all stay, looking for garbage takes longer than making."""
+    """Disable garbage collection: with a million objects that all stay, it takes longer than making them."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -150,8 +150,8 @@ def uncollected() -> Iterator[None]:
 
 
 def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is none, or
-    cut short."""
+    """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is not JSON,
+    or cut short."""
     size, text, problem = 0, "", ""
 
     def no_number(name: str) -> float:
@@ -177,7 +177,7 @@ def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -
         problem = f"is no trace of torch.profiler: {why}"
     if problem:
         raise UserError(f"{path} {problem}; profile again")
-    if isinstance(found, list) and found and isinstance(found[0], dict | tuple):  # Chrome's other form
+    if isinstance(found, list) and found and isinstance(found[0], dict | tuple):  # Chrome's other format
         found = {"traceEvents": found}
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
@@ -194,7 +194,7 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
         parts = [squeeze(f'{{{head}{"," * bool(head)}"traceEvents":['.encode())]
         while some := [*islice(events, AT_ONCE)]:
             parts.append(squeeze(f"{',' * (len(parts) > 1)}{encode(some)[1:-1]}".encode()))
-    except (ValueError, RecursionError) as error:  # of what no reader of events has looked at
+    except (ValueError, RecursionError) as error:  # in parts that no reader of events has checked
         raise UserError(f"cannot write {path}: a field of some event is out of range ({error})") from None
     parts.append(squeeze(b"]}") + (squeezer.flush() if path.suffix == ".gz" else b""))
     path.write_bytes(b"".join(parts))
@@ -202,7 +202,7 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
 
 @uncollected()
 def read_trace(path: Path) -> Trace:
-    """One rank's trace. Raises UserError for a file that is none."""
+    """Read one rank's trace. Raises UserError for a file that is no trace."""
     trace = parse(read_json(path, slim()), path)
     events = trace.chrome["traceEvents"]
     # The rest is in spans and allocations.
@@ -254,15 +254,15 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
 
 
 def _posted_apart(spans: list[Span]) -> list[Span]:
-    """Sends and receives moved to lanes of their own, as few as leave none crossing another."""
+    """Move sends and receives to lanes of their own, as few as are needed so that none cross."""
     tracks = pack(span for span in spans if span.name in POSTED)
     names = {id(span): f"in flight {number}" for number, track in enumerate(tracks) for span in track}
     return [span._replace(lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
 
 
 def _earlier_apart(spans: list[Span]) -> list[Span]:
-    """Kernels that were launched before the profile began, in a category of their own. They bear a correlation from
-    before that of the first call, or begin before any CPU thread did anything. (Holistic Trace Analysis drops all
+    """Move kernels that were launched before the profile began to a category of their own. Their correlation is lower
+    than the first call's, or they begin before any CPU thread did anything. (Holistic Trace Analysis drops all
     kernels without a call; some calls, such as Triton's in older traces, are not recorded.)"""
     first = min((span.start for span in spans if span.category in HOST), default=0)
     known = {span.args.get("correlation") for span in spans if span.category in RUNTIME}

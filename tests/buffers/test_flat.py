@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat buffer, who owns what, and how parameters fill buckets; no processes."""
+"""Layout of tensors in a flat buffer, its slices for ranks, and grouping of parameters into buckets; no processes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What FSDP shards of a module, whatever its name and number of axes, and when it gathers and frees each parameter."""
+"""Parameters that FSDP shards, of any name and number of axes, and the times when it gathers and frees each."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Refusals when a module is wrapped, on every rank and by name, and groups of some ranks only."""
+"""Refusals when a module is wrapped, on every rank and with names, and groups of only some ranks."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""FSDP's shards: what is computed from them equals one process, or ends in one error that names the weight."""
+"""FSDP's shards: results computed from them equal one process's, or one error names the weight."""
 
 import copy
 import io

@@ -1,5 +1,5 @@
-"""A gradient that rests sharded: its norms are the whole gradient's on every rank, scaling reaches every piece, it has
-no memory, and whatever else is asked of it ends in an error that names it."""
+"""A sharded gradient's stand-in: its norms are the whole gradient's on every rank, scaling reaches every piece, it has
+no memory, and any other use ends in an error that names it."""
 
 import gc
 import math

@@ -1,5 +1,5 @@
-"""Solutions of the later exercises as a student would write them, and mistakes planted in them: (old, new, what is said
-of it)."""
+"""Solutions of the later exercises as a student would write them, and mistakes planted in them: (old, new, what `check`
+says of it)."""
 
 from tests.check.planted import OPTIMIZER
 

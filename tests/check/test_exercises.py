@@ -1,4 +1,4 @@
-"""Exercises: an empty file is no solution, a solution passes, and one that breaks a promise does not."""
+"""Exercises: an empty file fails, a solution passes, and one that breaks a promise fails."""
 
 import os
 from pathlib import Path

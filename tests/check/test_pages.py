@@ -1,5 +1,5 @@
-"""docs/check.md: its table is what the tests prove, its properties are those there are, and its examples do what it
-says."""
+"""docs/check.md: its table states what the tests prove, its list of properties is complete, and its examples do what
+it says."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""Types of what is reduced after backward, in place and in flat buffers: what is right is accepted on 64 ranks that do
-not exist, and what lacks a collective is refused."""
+"""Types of gradients that are reduced after backward, in place and in flat buffers: right code is accepted on 64 fake
+ranks, and code that lacks a collective is refused."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever pieces they are written in, any box is read back, and the manifest says what is where."""
+"""Checkpoints: any box is read back from any pieces that were written, and the manifest says where each is."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Manifests and heads that somebody garbled: each is refused in one line, in little memory, or read right."""
+"""Corrupted manifests and headers: each is refused in one line, in little memory, or read right."""
 
 import json
 import math

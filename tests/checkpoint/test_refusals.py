@@ -1,4 +1,4 @@
-"""Refusals: whatever is wrong with a checkpoint, the run says so by name and goes back to the one before."""
+"""Refusals: a run names whatever is wrong with a checkpoint, and goes back to the one before."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""The verbs against what they say, the record of what was sent, and agreement through the store."""
+"""The verbs against their documentation, the record of what was sent, and agreement through the store."""
 
 import os
 import signal

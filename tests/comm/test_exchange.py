@@ -1,4 +1,4 @@
-"""Rows to other ranks and their gradients back: a permutation in one process; what is sent, kept and refused."""
+"""Rows sent to other ranks, and their gradients sent back, against a permutation in one process; traffic, refusals."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""The flight recorder: what a rank did last, told by others when it is stopped, dead, or on another machine."""
+"""The flight recorder: the last calls of a rank, reported by others when it is stopped, dead, or on another machine."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Sums, largest values, and messages between two ranks: by label, whatever overtakes what."""
+"""Sums, largest values, and messages between two ranks, which match by label in any order of arrival."""
 
 import warnings
 

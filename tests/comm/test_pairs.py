@@ -1,4 +1,4 @@
-"""Collectives that autograd knows: each against the same thing in one process, and what they must leave alone."""
+"""Differentiable collectives: each against one process, and inputs that they must not change."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Constants from times: recovered where the data determine them, left where they do not, and how sure they are."""
+"""Constants from times: recovered if the data determine them, unchanged if not, and their uncertainties."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""`python -m cs336_systems.cost`: what table, step and explain print, and one line for what cannot be."""
+"""`python -m cs336_systems.cost`: what table, step and explain print, and one line for each refusal."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The course's accounting by other ways, and docs/accounting.md: `python -m tests.cost.test_course` writes it."""
+"""The course's accounting computed another way; docs/accounting.md: `python -m tests.cost.test_course` writes it."""
 
 import re
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The stated domain of predictions: silent inside, one sentence for each way out of it."""
+"""The domain of predictions: no warning inside, and one sentence for each way in which a request is outside."""
 
 import json
 

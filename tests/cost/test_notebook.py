@@ -1,5 +1,5 @@
-"""The notebook's printed tables, cell for cell, its closed forms against sums that are counted one by one, and what is
-wrong with it."""
+"""The notebook's printed tables, cell for cell, its closed forms against sums that are counted one by one, and its
+stated mistakes."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Times of kernels and collectives: never less than the roofline, and the textbook's forms where nothing is lost."""
+"""Times of kernels and collectives: never less than the roofline, and equal to the textbook's forms without losses."""
 
 from dataclasses import replace
 from itertools import pairwise

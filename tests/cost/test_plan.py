@@ -1,4 +1,4 @@
-"""Plans: where their axes lie in nodes, which layers their stages have, and what does not divide."""
+"""Plans: the ranks of each axis in a node, the layers of each stage, and refusals of what does not divide."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""This machine as a System: the law of its products, the file that keeps it, and the commands that read it."""
+"""This machine as a System: the fit of its GEMM rates, the file that it is written to, and commands that read it."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Runs in a file: what they say, what is taken where they say nothing, and what `validate` prints."""
+"""Runs in a file: how keys are read, the defaults of missing ones, and what `validate` prints."""
 
 import json
 

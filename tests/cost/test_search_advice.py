@@ -1,4 +1,4 @@
-"""Where a search finds nothing that runs: its advice, followed, finds something; and whose constants times are of."""
+"""Advice of a search that finds nothing: following it finds something; and the stack whose constants times use."""
 
 import re
 from dataclasses import replace

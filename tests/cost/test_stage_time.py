@@ -1,4 +1,4 @@
-"""Time of a stage for a microbatch, on machines on which one thing alone takes time."""
+"""Time of a stage for a microbatch, on machines where only one kind of work takes time."""
 
 from dataclasses import replace
 

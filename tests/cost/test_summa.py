@@ -1,4 +1,4 @@
-"""Grids of ranks, simulated: blocks really move, every element that comes from another rank is counted."""
+"""Grids of ranks, simulated: blocks are really moved, and every element from another rank is counted."""
 
 import numpy as np
 import pytest

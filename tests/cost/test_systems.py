@@ -1,4 +1,4 @@
-"""Machines: every figure has a source, figures agree with each other, and the words of runs find them."""
+"""Machines: every figure has a source, figures agree with each other, and names in lists of runs find them."""
 
 from dataclasses import fields
 

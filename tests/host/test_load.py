@@ -1,4 +1,4 @@
-"""Load by other processes: when it is said, and that threads then sleep while they wait."""
+"""Load by other processes: when it is reported, and that threads then sleep while they wait."""
 
 import os
 import subprocess

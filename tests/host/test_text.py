@@ -1,4 +1,4 @@
-"""Foreign text stays text wherever it goes: terminal, HTML, SVG, Markdown, plots, spreadsheets, logs."""
+"""Text from outside is never read as markup: terminal, HTML, SVG, Markdown, plots, spreadsheets, logs."""
 
 import re
 import sys

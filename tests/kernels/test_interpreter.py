@@ -1,4 +1,4 @@
-"""The interpreter, mended: bfloat16 is bit for bit torch's, addresses beyond 2^31 elements are right, nothing warns."""
+"""Triton's interpreter, repaired: bfloat16 bit for bit as torch's, addresses beyond 2^31 elements, no warnings."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""An expert layer by sort against the one-hot formulation, gradients included, and against what it must come to."""
+"""An expert layer by sort against the one-hot formulation, gradients included, and against values by hand."""
 
 from contextlib import nullcontext
 from dataclasses import replace

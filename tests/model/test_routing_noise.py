@@ -1,4 +1,4 @@
-"""The random numbers of gating: where they come from, and that the policies which use them have their distributions.
+"""The random numbers of gating: their source, and the distributions of the policies that use them.
 
 The inputs are fixed, so a statistic either lies within its bound or does not. Independent numbers would exceed each
 bound in fewer than one of 10^9 worlds.

@@ -1,4 +1,4 @@
-"""The call that each span of gloo's threads ran, where what is known of them leaves a choice."""
+"""Matching of gloo's spans to calls of torch.distributed, if several calls fit a span."""
 
 from cs336_systems.profiling.collectives import Call, run_by
 from cs336_systems.profiling.trace import Span

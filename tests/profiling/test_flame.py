@@ -1,4 +1,4 @@
-"""Flame graphs: sums to the nanosecond, and whose backward is whose."""
+"""Flame graphs: sums exact to the nanosecond, and the module of each backward."""
 
 import re
 

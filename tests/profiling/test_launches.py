@@ -1,4 +1,4 @@
-"""Which operator's a kernel is, in the forms that traces of GPUs have had since 2021."""
+"""The operator that launched each kernel, in all formats of GPU traces since 2021."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The memory of real runs, to the byte: what a capture sees against what the tensors add up to."""
+"""The memory of real runs, to the byte: captured bytes against the sum of the tensors."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,4 +1,4 @@
-"""One file for all ranks: names, arrows, curves, what is checked of it, and the command that writes it."""
+"""One file for all ranks: names, arrows, curves, checks, and the command that writes it."""
 
 import gzip
 import json

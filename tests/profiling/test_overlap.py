@@ -206,10 +206,10 @@ def test_the_note_below_the_table_explains_its_columns():
     lines = overlap_table(traces).markdown().splitlines()
     assert lines[4] == "| 0 | 0.560 | 0.259 | 0.301 | 46.2 % | 0.120 | 0.440 | 0.030 |"
     assert lines[5] == "| 1 | 0.440 | 0.198 | 0.241 | 45.1 % | 0.000 | 0.440 | 0.030 |"
-    assert "at most" not in lines[-1]
+    assert "upper bounds" not in lines[-1]
     posted = overlap_table([trace(event("gloo:recv", 0, 100))]).markdown()
     assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | - |" in posted
-    assert "at most" in posted
+    assert "upper bounds" in posted
     twice = [event(f"{kind}{k}", 100 * k, 100 * k + 90) for k in (0, 1) for kind in ("ProfilerStep#", "step ")]
     above = [event(f"step {k}", 100 * k, 100 * k + 90, 7, "gpu_user_annotation") for k in (0, 1)]
     assert "Sums over 2 steps" in overlap_table([trace(*twice, *above)]).markdown(), "each step counts once"

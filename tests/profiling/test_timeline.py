@@ -1,4 +1,4 @@
-"""Whose time it is: phases, modules, and the module whose forward made a node of backward."""
+"""Attribution of time to phases and modules, and of a node of backward to the module whose forward made it."""
 
 from pathlib import Path
 

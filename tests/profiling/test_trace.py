@@ -1,4 +1,4 @@
-"""Reading traces: what is in them, what is mended, and one clear line for a file that is none."""
+"""Reading traces: their content, what is repaired, and one clear line for a file that is no trace."""
 
 import gc
 import gzip

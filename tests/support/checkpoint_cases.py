@@ -1,4 +1,4 @@
-"""A small run to save, whether what is found is that run, and ways to change what was saved."""
+"""A small run to save, a check that a loaded run equals it, and ways to change what was saved."""
 
 import hashlib
 import json

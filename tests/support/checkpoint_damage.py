@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint, each with what is then said of it."""
+"""Ways to damage a checkpoint, each with the expected message."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Shared parts of the cost model's tests: small models of every kind, and machines on which one thing takes time."""
+"""Shared parts of the cost model's tests: small models of every kind, and machines with a single kind of cost."""
 
 from dataclasses import replace
 from math import inf

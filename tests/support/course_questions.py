@@ -1,4 +1,4 @@
-"""Where the accounting's questions are from, which the third line of each template says."""
+"""Sources of the accounting's questions, which the third line of each template names."""
 
 import re
 

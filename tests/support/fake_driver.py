@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton compiles for an H100 and starts its kernels, and nothing runs.
+"""A fake GPU driver: Triton compiles for an H100 and starts its kernels, and nothing runs.
 
 `python -m tests.support.fake_driver` (without TRITON_INTERPRET) launches a kernel twice as Triton does it and twice
 through `kernels.launch`, and prints what the driver was given each time, what each way takes the host, and what a whole

@@ -1,4 +1,4 @@
-"""JSON that somebody garbled: each field of a good piece in turn, by a value of each type."""
+"""Corrupted JSON: each field of a valid document in turn is replaced by a value of each type."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy

@@ -1,5 +1,5 @@
-"""Training steps in half precision, as the ranks of a layout take them, and as one process does that knows no rank, no
-bucket and no collective, but rounds and adds in the same order: so both have the same bits."""
+"""Training steps in half precision, as the ranks of a layout take them, and as one process without ranks, buckets
+and collectives takes them. It rounds and adds in the same order, so that both have the same bits."""
 
 from collections.abc import Sequence
 from dataclasses import replace

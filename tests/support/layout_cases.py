@@ -1,5 +1,5 @@
-"""Parts of the proof of layouts: one process that knows no layout, the ranks that run one, and the whole
-gradients put together from what each rank has."""
+"""Parts of the proof of layouts: one process without a layout, the ranks that run one, and the whole
+gradients put together from each rank's part."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A machine whose speed is made up, and models of one layer: to measure or observe the real ones takes seconds."""
+"""A machine of made-up speed, and models of one layer: measuring or observing real ones takes seconds."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Checks of a merged trace: what Perfetto would otherwise drop without a word.
+"""Checks of a merged trace for errors that make Perfetto drop events silently.
 
 A viewer draws a slice only if it nests with the others of its thread, and an arrow only if both its ends lie in slices.
 """

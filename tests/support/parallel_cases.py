@@ -1,5 +1,5 @@
-"""Shared parts of the tests of data parallelism: a small model with awkward parameters of every kind, batches, oracles
-that know nothing of buckets."""
+"""Shared parts of the tests of data parallelism: a small model with awkward parameters of every kind, batches, and
+reference runs without buckets."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, told to stop or spoilt at a chosen step of a chosen rank, and what is left of them.
+"""Runs that are killed, stopped or corrupted at a chosen step of a chosen rank, and the files that they leave.
 
 A fault is `{"rank": 1, "step": 3, "what": "kill", "when": "backward"}`: steps count from 1, and `when` is the beginning
 of the step, its loss, its backward, its update, or the first write, fsync or rename of the save after it; before any

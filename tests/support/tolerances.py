@@ -1,4 +1,4 @@
-"""How far two right answers may lie apart: the bounds of `cs336_systems.check`, and the distance itself."""
+"""Tolerances between two right answers: the bounds of `cs336_systems.check`, and the distance itself."""
 
 import torch
 

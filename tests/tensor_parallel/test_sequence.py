@@ -1,4 +1,4 @@
-"""The gathered sequence: what is kept of it, that backward gathers it again, and that nothing stays open."""
+"""The gathered sequence: the bytes kept for backward, which gathers it again, and no context is left open."""
 
 import gc
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A run that was killed goes on as if nothing had been: the same bits in the same layout, the same but for rounding in
-another, and a log that tells of every step once."""
+"""A killed run resumes as if it had never stopped: with the same bits in the same layout, within rounding in another
+one, and with every step in the log once."""
 
 import json
 import random

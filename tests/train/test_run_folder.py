@@ -1,4 +1,4 @@
-"""A run's folder: who may use it, what must be equal for a run to go on there, and what is said when it cannot."""
+"""A run's folder: who may use it, the settings that must be equal to resume a run, and messages if they are not."""
 
 import os
 import shutil

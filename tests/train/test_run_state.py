@@ -1,5 +1,5 @@
-"""A run's state leaves one layout through a checkpoint and enters another: the bits arrive, and learning goes on as it
-would have, exactly in the same layout and within rounding in another."""
+"""A run's state goes from one layout into another through a checkpoint: its bits stay the same, and training goes on,
+exactly as before in the same layout and within rounding in another."""
 
 import json
 import random

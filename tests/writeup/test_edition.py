@@ -1,4 +1,4 @@
-"""Editions of the write-up: chosen chapters, and none of what a student is to find out."""
+"""Editions of the write-up: chosen chapters, and no answers that a student should find out."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Figures that cannot be: every rule finds its case and lets a sound one pass, and the original's are found."""
+"""Implausible figures: every rule finds its case and lets a sound one pass, and those of the original are found."""
 
 import json
 from dataclasses import replace

@@ -19,7 +19,7 @@ from cs336_systems.host.console import format_count, options
 
 
 class Topics(click.Group):
-    """A group that has a command for each question of the course as well."""
+    """A group with a command for each question of the course, besides its own."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if found := super().get_command(ctx, cmd_name):
@@ -46,10 +46,10 @@ class Topics(click.Group):
 @click.group("explain", cls=Topics, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Derive a prediction in words, with the numbers put in: of a step, or of a question of the course.
+    """Derive a prediction of a step, or the answer to a question of the course, in words and numbers.
 
-    `explain step` takes the options of `step`; a question takes numbers, as in `explain rings N=16`. Alone it lists
-    what can be explained.
+    `explain step` takes the options of `step`; a question takes numbers, as in `explain rings N=16`. Without a
+    command it lists what can be explained.
     """
     if context.invoked_subcommand is None:
         table = Table.grid(padding=(0, 2))
@@ -85,8 +85,8 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
             continue
         table.add_row(grid.name, *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers)))
     screen.print(
-        f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Of each rank, in numbers, not "
-        "bytes: received; held, operands and results; most in buffers at once."
+        f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Per rank, in elements, not "
+        "bytes: received; held (operands and results); most in buffers at once."
     )
     screen.print(table)
     for side in (grid.side for grid in grids(ranks) if grid.kind == "2d"):

@@ -39,7 +39,7 @@ class Derivation:
         return {way: Counter(one for many in each for one in many if one.axis == axis) for way, each in sent.items()}
 
     def largest_product(self) -> tuple[Operator, Kernel]:
-        """The product of most FLOPs in a block, or in the end of the model that a stage without blocks is."""
+        """The product with the most FLOPs in a block; on a stage without blocks, in the embedding or head."""
         blocks = [part for part in self.parts if part.group in ("dense", "sparse")]
         operators = [each.operator for part in blocks or self.parts for each in part.operators]
         kernels = [(one, each) for one in operators for each in one.forward if each.inner and not each.fused]
@@ -47,8 +47,8 @@ class Derivation:
 
 
 def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
-    """Numbers and tables of the derivation of `step_time`, from a model's FLOPs to the last second: those of the
-    template are named as the variables here. Raises UserError as `step_time` does."""
+    """Numbers and tables of the derivation of `step_time`, from a model's FLOPs to the last second. The template
+    uses the names of the variables here. Raises UserError as `step_time` does."""
     found = Derivation(request)
     tables = {"kernels": _kernels(found), "axes": _axes(found), "collectives": _collectives(found)}
     return _totals(found) | _product(found) | _between(found), tables

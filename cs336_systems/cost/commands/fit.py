@@ -24,7 +24,7 @@ from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, options, setting
 
 SHOWN = 5  # names in a line
-FAR = 2.0  # times too long or too short: beyond what constants explain
+FAR = 2.0  # factor, too long or too short, that no constants explain
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class FitOptions:
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
 
-    No log names its machine: give --system. Options of model and plan say what a log does not, and count for more. The
-    fit starts from --constants, or from those of the runs' stack.
+    No log names its machine: give --system. Options of model and plan give what a log lacks, and override it. The fit
+    starts from --constants, or from those of the runs' stack.
     """
     named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
@@ -109,7 +109,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def constants_table(result: Calibration) -> Table:
-    """Each constant before and after, how sure it is, and what made it so."""
+    """Table of each constant before and after the fit, its uncertainty, and the source that determined it."""
 
     def shown(value: float) -> str:
         return f"{value * 1e6:.3g} us" if 0 < value < 1e-3 else f"{value:.3g}"
@@ -129,7 +129,7 @@ def constants_table(result: Calibration) -> Table:
 
 
 def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
-    """Each measured time, and how far the predictions are off."""
+    """Table of each measured time, and the errors of its predictions."""
     rows: list[list[str]] = []
     for each, *logs in zip(fitted, result.before, result.after, result.left_out, strict=True):
         rows.append([each.id, each.what, format_seconds(each.seconds), *(f"{exp(log) - 1:+.1%}" for log in logs)])

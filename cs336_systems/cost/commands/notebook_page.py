@@ -1,4 +1,4 @@
-"""The notebook's page: its tables, what is wrong with them, and the same layer by the corrected physics."""
+"""The notebook's page: its tables, their mistakes, and the same layer by the corrected physics."""
 
 from dataclasses import asdict
 from typing import Any
@@ -90,7 +90,7 @@ def notebook_records(notebook: Notebook) -> dict[str, Any]:
 
 
 def compared(notebook: Notebook) -> list[dict[str, Any]]:
-    """A layer's sums by both: its scores in memory, dropout and sequence parallelism, as the notebook has them."""
+    """A layer's sums by notebook and model, both with scores in memory, dropout and sequence parallelism."""
     sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")}
     one = model_preset("gpt3-175b").override(
         num_layers=1, context_length=notebook.seq, attention="naive", dropout=0.1, **sizes

@@ -18,7 +18,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 class Total(list[Any]):
-    """A row of a table that sums up, in bold."""
+    """A table's row of sums, in bold."""
 
 
 def print_json(found: Any) -> None:
@@ -29,8 +29,8 @@ def print_json(found: Any) -> None:
 def new_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any] | None] = (), title: str | None = None, narrow: bool = False
 ) -> Table:
-    """A table whose first column is to the left and the others to the right. Signs before a column's name: `<` it is
-    to the left as well, `~` its lines may wrap besides, `?` a `narrow` table is without it. None ends a section."""
+    """A table with its first column aligned left, the others right. Signs before a column's name: `<` aligned left,
+    `~` that and its lines may wrap, `?` left out of a `narrow` table. A row that is None ends a section."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, title=title, title_justify="left"
     )
@@ -50,8 +50,8 @@ def new_table(
 def print_page(
     screen: Console, name: str, values: Mapping[str, Any], parts: Mapping[str, Any], indent: int = 0
 ) -> None:
-    """Print `templates/NAME.txt`: a line `[best]` is the part of that name, a table or a text that may be empty, and
-    `# ` a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `."""
+    """Print `templates/NAME.txt`: a line `[best]` stands for the part of that name, a table or a text, maybe empty;
+    `# ` begins a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `."""
     number = count(1)
     for line in fill_file(name, values):
         named = line.startswith("[") and line[1:-1] in parts  # a model's file may have such a name, too

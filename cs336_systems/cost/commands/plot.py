@@ -101,7 +101,7 @@ def scaling_command(
 @out_option
 @click.option(
     "--system", multiple=True, default=(DEFAULT_SYSTEM,), show_default=True,
-    help="Machine, as of `step`, a line each; may be repeated.",
+    help="Machine, as in `step`; one line for each; may be repeated.",
 )  # fmt: skip
 @click.option("--most", default=256, show_default=True, type=click.IntRange(2), help="Highest degree, a power of two.")
 @click.option("--batch-size", type=COUNT, help="Sequences that dp and ep split.  [default: --most]")
@@ -110,7 +110,7 @@ def scaling_command(
 def degrees_command(
     out: Path, system: tuple[str, ...], most: int, batch_size: int | None, stack: StackName | None, **given: Any
 ) -> None:
-    """The share of time that tensor, context, data (ZeRO 3) and expert parallelism send, over the degree of each."""
+    """Share of time in which tensor, context, data (ZeRO 3) and expert parallelism communicate, over the degree."""
     if most & (most - 1):
         raise UserError(f"--most {most} is not a power of two: take {1 << most.bit_length() - 1}")
     model = take(ModelOptions, given)

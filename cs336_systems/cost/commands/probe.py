@@ -16,14 +16,14 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 
 
 @click.command("probe")
-@click.option("--out", type=click.Path(path_type=Path), help="Keep it in a file, for --machine-file of the others.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write it to, for --machine-file of the others.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
 @click.option(
     "--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=console.finite,
-    help="Seconds, about.",
+    help="Seconds to measure, about.",
 )  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
-    """Measure this machine: products, memory, what starting an operator costs, sending between two processes."""
+    """Measure this machine: products, memory, the cost of launching an operator, sending between two processes."""
     from cs336_systems.cost.probe_system import probe_here  # torch, which the other commands need not load
 
     check_out(out)

@@ -45,8 +45,8 @@ class Request:
         return sum(count_parameters(self.config).values())
 
     def timed(self, groups: Iterable[tuple[Group, int]]) -> list[TimedPart]:
-        """Some parts of the model, and how many of each, on one rank for one microbatch; blocks that recompute apart
-        from those that do not."""
+        """Some parts of the model, and how many of each, on one rank for one microbatch; blocks that recompute are
+        apart from those that do not."""
         config, plan, seq, system = self.args
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
@@ -114,7 +114,7 @@ def take_request(given: dict[str, Any]) -> Request:
 
 
 def as_options(settings: Any) -> list[str]:
-    """The options that give a command these settings: those that are not the default."""
+    """The command-line options of these settings, without defaults."""
     found = []
     for each in fields(settings):
         value = getattr(settings, each.name)
@@ -144,7 +144,7 @@ def plural(count: int, noun: str) -> str:
 
 
 tokens_option = click.option(
-    "--tokens", type=click.FloatRange(1, 1e18), callback=finite, help="Of a whole training, such as 1e12: its time."
+    "--tokens", type=click.FloatRange(1, 1e18), callback=finite, help="Tokens of a whole training, to predict its time."
 )
 
 
@@ -154,7 +154,7 @@ def training(tokens: float, rate: float, ranks: int) -> dict[str, float]:
 
 
 def describe_training(found: dict[str, float]) -> tuple[str, str]:
-    """The same as text: time, and of how many tokens and how much work."""
+    """The same as text: the time, the tokens, and accelerator-hours."""
     hours = found["accelerator_hours"]
     work = f"{hours:,.{0 if hours > 10 else 2}f} accelerator-hours"
     return format_seconds(found["seconds"]), f"for {format_count(found['tokens'])} tokens, {work}"

@@ -37,7 +37,7 @@ from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds, options, setting
 
-SECONDS = 400e-6  # that a configuration takes, before the first ones tell
+SECONDS = 400e-6  # estimate for a configuration, until the first ones are timed
 SHOWN = 6  # values of one choice, and reasons, that are printed
 WIDE = 110  # columns, below which some are left out
 _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placement": "in a node", "zero": "ZeRO"}
@@ -47,25 +47,25 @@ _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placem
 class SearchOptions:
     """Options of `search`: accelerators, batch, and choices held at one value."""
 
-    gpus: int = setting(64, "Accelerators, all of which a layout uses.", type=click.IntRange(1, MOST_GPUS))
+    gpus: int = setting(64, "Number of accelerators; every layout uses all.", type=click.IntRange(1, MOST_GPUS))
     batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
     precision: Precision = setting("bf16", PRECISION_HELP)
     overlap: Overlap | None = setting(
-        None, "What travels while layers compute, as of `step`.  [default: all on H100 and newer, else data]"
+        None, "Transfers that overlap with computing, as in `step`.  [default: all on H100 and newer, else data]"
     )
-    stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are compared by it.")
+    stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are timed with it.")
     tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
     pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
     dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
     cp: int | None = setting(None, "Only layouts with so many context-parallel ranks.", type=COUNT)
     ep: int | None = setting(None, "Only layouts with so many expert-parallel ranks.", type=COUNT)
-    chunks: int | None = setting(None, "Only so many chunks of a stage.", type=COUNT)
+    chunks: int | None = setting(None, "Only layouts with so many chunks per stage.", type=COUNT)
     micro_batch_size: int | None = setting(None, "Only microbatches of so many sequences.", type=COUNT)
     sequence_parallel: bool | None = setting(
-        None, "Only layouts with it, or without.  [default: both are tried]", off="--no-sequence-parallel"
+        None, "Only with sequence parallelism, or only without.  [default: both]", off="--no-sequence-parallel"
     )
     zero: int | None = setting(None, "Only this ZeRO stage.", type=click.IntRange(0, 3))
-    limit: int = setting(LIMIT, "Configurations; a larger space is cut, and the answer says by what.", type=COUNT)
+    limit: int = setting(LIMIT, "Most configurations to try; the answer lists what is left out.", type=COUNT)
 
     def fixed(self) -> dict[str, Any]:
         held = {axis: getattr(self, OPTIONS.get(axis, axis), None) for axis in AXES}
@@ -172,15 +172,15 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
 
 
 def choice_text(axis: str, value: Any) -> str:
-    """The value of a choice as the answer has it."""
+    """The value of a choice as it is printed."""
     if axis == "recompute":
         return RECOMPUTE_NAMES[value]
     return ("yes" if value else "no") if axis == "sequence" else str(value)
 
 
 def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
-    """The whole answer, on a narrow screen without some columns: `command` predicts the best again, `whole` is a
-    training by it."""
+    """Print the whole answer, on a narrow screen without some columns. `command` predicts the best layout again,
+    `whole` is the time of a training with it."""
     space, system, narrow, nearest = found.space, found.system, screen.width < WIDE, found.nearest
     counts = found.indivisible.most_common()
     reasons = [f"  {plural(count, 'plan')}: {reason}" for reason, count in counts[:SHOWN]]
@@ -219,7 +219,7 @@ def _other_order(each: Candidate) -> bool:
 
 
 def _alike(each: Candidate) -> str:
-    """Choices of others of the same time and memory: `z2`."""
+    """Choices of other configurations with the same time and memory: `z2`."""
     own = set(each.plan.short().split())
     found = {" ".join(one for one in other.plan.short().split() if one not in own): None for other in each.alike}
     listed = [one or "other order" for one in found]

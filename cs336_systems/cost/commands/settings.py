@@ -18,9 +18,9 @@ from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, FeedFor
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 
 COUNT, FILE, POSITIVE = click.IntRange(1), click.Path(path_type=Path), click.FloatRange(0, min_open=True)
-PRECISION_HELP = "Of activations and products; fp8: of the linear layers of blocks, the rest in bf16."
+PRECISION_HELP = "Type of activations and products; fp8: in linear layers of blocks only, the rest in bf16."
 STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
-# What a plan takes as it is given.
+# Options that a plan takes unchanged.
 SAME = (
     "tp",
     "pp",
@@ -46,25 +46,25 @@ class ModelOptions:
         DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
     )
     num_layers: int | None = setting(None, "Blocks.  [default: the preset's]", type=COUNT)
-    d_model: int | None = setting(None, "Width of the stream.  [default: the preset's]", type=COUNT)
+    d_model: int | None = setting(None, "Width of the residual stream.  [default: the preset's]", type=COUNT)
     num_heads: int | None = setting(None, "Heads of attention.  [default: the preset's]", type=COUNT)
     num_kv_heads: int | None = setting(None, "Heads of keys and values.  [default: the preset's]", type=COUNT)
     d_ff: int | None = setting(
         None, "Width of the feed-forward.  [default: the preset's, or 4 x --d-model]", type=COUNT
     )
-    vocab_size: int | None = setting(None, "Tokens.  [default: the preset's]", type=COUNT)
+    vocab_size: int | None = setting(None, "Tokens of the vocabulary.  [default: the preset's]", type=COUNT)
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
     feed_forward: FeedForwardKind | None = setting(None, "Feed-forward, gated or not.  [default: the preset's]")
-    attention: Attention = setting("sdpa", "naive: scores in memory; the others: none.")
+    attention: Attention = setting("sdpa", "naive writes scores to memory; the others do not.")
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
     kernels: Kernels | None = setting(
-        None, "Neighbouring element-wise work in one kernel, or (torch) in one each.  [default: the stack's, or triton]"
+        None, "Element-wise operations fused (triton), or a kernel each (torch).  [default: the stack's, or triton]"
     )
-    num_experts: int | None = setting(None, "Experts of a layer.  [default: the preset's]", type=COUNT)
+    num_experts: int | None = setting(None, "Experts per layer.  [default: the preset's]", type=COUNT)
     expert_every: int | None = setting(None, "Every k-th layer has experts.  [default: the preset's]", type=COUNT)
-    dense_layers: int | None = setting(None, "The first layers, which have no experts.  [default: 0]", type=COUNT)
+    dense_layers: int | None = setting(None, "Number of first layers without experts.  [default: 0]", type=COUNT)
     expert_d_ff: int | None = setting(None, "Width of an expert.  [default: that of the feed-forward]", type=COUNT)
-    shared_d_ff: int | None = setting(None, "Width of an expert that all tokens pass.  [default: none]", type=COUNT)
+    shared_d_ff: int | None = setting(None, "Width of a shared expert, for all tokens.  [default: none]", type=COUNT)
     top_k: int | None = setting(
         None, "Experts that a token is sent to.  [default: the preset's, 2]", type=click.IntRange(1, MOST_CHOICES)
     )
@@ -74,7 +74,7 @@ class ModelOptions:
     )
 
     def model_config(self) -> ModelConfig:
-        """The model, its context the sequence. Raises UserError for what does not exist or divide."""
+        """The model, with the sequence as its context length. Raises UserError for what does not exist or divide."""
         changes = asdict(self) | {
             "d_ff": self.d_ff if self.d_ff or not self.d_model else 4 * self.d_model,
             "num_kv_heads": self.num_kv_heads if self.num_kv_heads or not self.num_heads else 0,
@@ -105,7 +105,7 @@ class ModelOptions:
 
     @property
     def title(self) -> str:
-        """The preset's name, and whether the model has another shape by now."""
+        """The preset's name, with a note if the model's shape was changed."""
         began, now = asdict(self._began()), asdict(self.model_config())
         changed = any(began.get(name) != value for name, value in now.items() if name not in _RUN)
         return f"{self.size}, changed" if changed else self.size
@@ -119,29 +119,29 @@ class PlanOptions:
     pp: int = setting(1, "Pipeline stages.", type=COUNT)
     dp: int = setting(1, "Data-parallel replicas.", type=COUNT)
     cp: int = setting(1, "Context-parallel ranks: each sequence is split over so many.", type=COUNT)
-    ep: int = setting(1, "Expert-parallel ranks; with --dp they see different rows.", type=COUNT)
-    chunks: int = setting(1, "Groups of blocks of a stage, interleaved.", type=COUNT)
-    sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence, over the tp ranks.")
+    ep: int = setting(1, "Expert-parallel ranks; --ep x --dp see different rows.", type=COUNT)
+    chunks: int = setting(1, "Chunks of blocks per stage, interleaved.", type=COUNT)
+    sequence_parallel: bool = setting(False, "Split activations between layers along the sequence, over tp.")
     zero: int = setting(0, "ZeRO stage.", type=click.IntRange(0, 3))
-    micro_batch_size: int = setting(1, "Sequences that pass through the model at once.", type=COUNT)
+    micro_batch_size: int = setting(1, "Sequences of a microbatch.", type=COUNT)
     batch_size: int | None = setting(
-        None, "Sequences in a step.  [default: a microbatch a replica, or four a stage]", type=COUNT
+        None, "Sequences in a step.  [default: a microbatch per replica, or four per stage]", type=COUNT
     )
     overlap: Overlap | None = setting(
         None,
-        "What travels while layers compute: nothing, what data parallelism sends, or also what goes from layer to "
-        "layer.  [default: all on H100 and newer, whose frameworks do, else data]",
+        "Transfers that overlap with computing: none, those of data parallelism, or also those between layers.  "
+        "[default: all on H100 and newer, whose frameworks do that, else data]",
     )
-    order: str = setting(" ".join(ORDER), "Axes from neighbours in a node to ranks far apart.")
+    order: str = setting(" ".join(ORDER), "Axes, from neighbours in a node to ranks far apart.")
     precision: Precision = setting("bf16", PRECISION_HELP)
     shard: int = setting(
-        0, "Replicas over which ZeRO splits, the nearest; fewer than all: HSDP.  [default: all]", type=click.IntRange(0)
+        0, "Neighbouring replicas over which ZeRO shards; fewer than all: HSDP.  [default: all]", type=click.IntRange(0)
     )
     recompute_modules: str = setting(
         "", f"Parts of a block that --recompute selective runs again, of {','.join(MODULES)}.  [default: core_attn]"
     )
-    recompute_nth: int = setting(1, "Of the blocks, only every n-th is recomputed.", type=COUNT)
-    stage_layers: str = setting("", "Blocks of each stage, such as 9,9,8,6.  [default: as even as they divide]")
+    recompute_nth: int = setting(1, "Recompute only every n-th block.", type=COUNT)
+    stage_layers: str = setting("", "Blocks of each stage, such as 9,9,8,6.  [default: split evenly]")
     stack: StackName | None = setting(None, STACK_HELP)
 
     def plan(self, system: System | None = None) -> Plan:
@@ -168,20 +168,20 @@ class MachineOptions:
 
     system: str | None = setting(
         None,
-        f"Machine: {', '.join(each.name for each in SYSTEMS.values())}, or {HERE}: this one, in {SECONDS:.0f} s.  "
+        f"Machine: {', '.join(each.name for each in SYSTEMS.values())}, or {HERE}: measure this, in {SECONDS:.0f} s.  "
         f"[default: {DEFAULT_SYSTEM}]",
     )
-    machine_file: Path | None = setting(None, "A machine that `probe --out` measured, not --system.", type=FILE)
+    machine_file: Path | None = setting(None, "File of a machine from `probe --out`, instead of --system.", type=FILE)
     constants: Path | None = setting(
         None, "Constants in a file that `fit` wrote.  [default: those of this project]", type=FILE
     )
-    peak: float | None = setting(None, "TFLOP/s of 16-bit GEMMs, not the machine's own.", type=POSITIVE)
-    bandwidth: float | None = setting(None, "GB/s of its memory, not its own.", type=POSITIVE)
-    memory: float | None = setting(None, "GiB of memory, not its own.", type=POSITIVE)
+    peak: float | None = setting(None, "TFLOP/s of 16-bit GEMMs, instead of the machine's.", type=POSITIVE)
+    bandwidth: float | None = setting(None, "GB/s of its memory, instead of its own.", type=POSITIVE)
+    memory: float | None = setting(None, "GiB of memory, instead of its own.", type=POSITIVE)
     power: float | None = setting(None, "Watts that it may draw, less than its own: GEMMs slow down.", type=POSITIVE)
-    node: int | None = setting(None, "Accelerators of a node, not its own.", type=COUNT)
-    link: float | None = setting(None, "GB/s out of an accelerator within a node, not its own.", type=POSITIVE)
-    network: float | None = setting(None, "GB/s out of an accelerator to other nodes, not its own.", type=POSITIVE)
+    node: int | None = setting(None, "Accelerators of a node, instead of its own.", type=COUNT)
+    link: float | None = setting(None, "GB/s out of an accelerator within a node, instead of its own.", type=POSITIVE)
+    network: float | None = setting(None, "GB/s of an accelerator to other nodes, instead of its own.", type=POSITIVE)
     reserve: float | None = setting(
         None,
         "Share of memory that plans leave to context, communication library and fragmentation.  [default: 0.06]",
@@ -189,8 +189,8 @@ class MachineOptions:
     )
 
     def machine(self, stack: str = "megatron") -> System:
-        """The machine by the constants of the file; without one by those of the stack, but for what was measured on the
-        machine itself. Raises UserError for a machine that is not known, or a file that has none."""
+        """The machine, with the constants of the file or else the stack, except those measured on the machine itself.
+        Raises UserError for a machine that is not known, or a file that has none."""
         name = self.system or DEFAULT_SYSTEM
         if self.machine_file and self.system:
             raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")

@@ -27,7 +27,7 @@ from cs336_systems.host.console import format_bytes, format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 GLOSSARY = (
-    "Words: MFU, the share of the accelerators' peak that the model's own FLOPs are; HFU, the same with recomputation; "
+    "Words: MFU, the model's own FLOPs as a share of the accelerators' peak; HFU, the same with recomputation; "
     "bubble, the time that stages wait for the pipeline to fill and to drain."
 )
 
@@ -37,7 +37,7 @@ GLOSSARY = (
 @tokens_option
 @json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
-    """The time of one step, what it is spent on, tokens per second, MFU, and memory."""
+    """Time of one step, by what it is spent on, tokens per second, MFU, and memory."""
     request = take_request(given)
     step = request.step()
     found = step_record(request, step)

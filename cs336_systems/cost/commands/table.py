@@ -19,7 +19,7 @@ from cs336_systems.cost.step_time import stage_groups
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count
 
-WIDE = 120  # columns that all of it needs; a narrower screen leaves those out that are marked with `?`
+WIDE = 120  # characters of the whole table; a narrower screen leaves out the columns marked with `?`
 COLUMNS = (*("operator", "FLOPs", "?MiB", "?FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "?weights", "?<sends"),)
 MI = 1024**2
 VERBS = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
@@ -32,7 +32,7 @@ VERBS = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to
 def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
     """Every operator on one rank, for one microbatch: FLOPs, bytes, time, and what bounds it.
 
-    `--preset seed` prints the roofline notebook that the model grew from, to the last digit, and what is wrong with it.
+    `--preset seed` prints the roofline notebook that the model grew from, to the last digit, and its mistakes.
     """
     if notebook := asked_notebook(context):
         if as_json:

@@ -33,7 +33,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     """Predict time and memory of the runs in FILE, a JSON list, and compare them with what was measured.
 
     Without FILE, the published runs that this project keeps, by family. The range is where four of five runs of the
-    stack fell when they were left out of the fit; "in range" is about predictions by the constants as they are.
+    stack fell when they were left out of the fit; "in range" counts predictions with the constants as they are.
     """
     runs = read_runs(file or PUBLISHED)
     if constants:
@@ -67,7 +67,7 @@ def _record(run: TrainingRun) -> dict[str, Any]:
 
 
 def notes(run: TrainingRun) -> list[str]:
-    """Assumptions about a run; of one that was not measured also that it does not fit."""
+    """Assumptions about a run; for one that was not measured, also a note if it does not fit."""
     found = list(run.notes)
     if run.seconds is None and not fits(run.config, run.plan, run.seq, run.system):
         need, there = sum(peak_bytes(run.config, run.plan, run.seq)[1].values()), usable_memory(run.system)

@@ -1,6 +1,6 @@
 """The accounting questions of the course's three editions as worked calculations: words, symbols, numbers.
 
-`question("buckets")` is one `Answer`, `question("rings", N=16)` one with another number than its own. The words are in
+`question("buckets")` is one `Answer`, `question("rings", N=16)` one with a number of the caller's. The words are in
 `templates/`, one file per question.
 """
 
@@ -16,7 +16,7 @@ from cs336_systems.cost.course.communication import COMMUNICATION
 from cs336_systems.cost.course.memory import MEMORY, XXL
 from cs336_systems.errors import UserError
 
-# Each computes the numbers of the template of its name, `_` written as `-`.
+# Each function computes the numbers of the template of its name, with `-` for `_`.
 _COMPUTED: tuple[Callable[..., dict[str, Any]], ...] = (*COMMUNICATION, *XXL, *MEMORY, *ARITHMETIC)
 ANSWERS = {each.__name__.replace("_", "-"): each for each in _COMPUTED}
 QUESTIONS = {name: Question(name) for name in ANSWERS}
@@ -26,7 +26,7 @@ LARGEST = 1e30  # of a number given by a user: what is computed from it stays fi
 
 
 def question(name: str, **numbers: float | str) -> Answer:
-    """One answer, with other numbers than its own where they are given: `question("rings", N=16, S=2e9)`. Raises
+    """One answer, with its own numbers or those given: `question("rings", N=16, S=2e9)`. Raises
     UserError for a question or a number that does not exist, and for values that make no sense."""
     if name not in ANSWERS:
         raise UserError(f"no question {name!r}; choose from {', '.join(ANSWERS)}")
@@ -43,7 +43,7 @@ def question(name: str, **numbers: float | str) -> Answer:
 
 
 def defaults(name: str) -> str:
-    """The numbers of a question and their values, as they may be given: `N=8, S=1e9, W=450e9, a=3e-6`."""
+    """The numbers of a question and their own values, as a user types them: `N=8, S=1e9, W=450e9, a=3e-6`."""
     return ", ".join(f"{each}={given(known.default)}" for each, known in signature(ANSWERS[name]).parameters.items())
 
 
@@ -65,7 +65,7 @@ def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
 
 
 def _checked(asked: Question, key: str, value: float | str, kind: type) -> float | str:
-    """The value as the answer's parameter wants it."""
+    """The value in the type of the answer's parameter."""
     if kind is str:
         # A name that looks like a number was parsed as one.
         return value if isinstance(value, str) else f"{value:g}"

@@ -21,7 +21,7 @@ _WORDS = {" trillion": 1e12, " billion": 1e9, " million": 1e6, "": 0.0}
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the course without numbers: the head of its template."""
+    """A question of the course without numbers, with the head of its template."""
 
     id: str
 
@@ -39,13 +39,13 @@ class Question:
         return list(dict.fromkeys(re.findall(r"{(\w+)", self.template)))
 
     def unit(self, symbol: str) -> str:
-        """Unit of a symbol where it is first: in the table of symbols."""
+        """Unit of a symbol, from the table of symbols."""
         return next((unit for name, unit in fields(self.template) if name == symbol), "")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question answered for one set of numbers, those given and those computed from them."""
+    """Answer to a question for one set of numbers, those given and those computed from them."""
 
     question: Question
     values: Mapping[str, Value]
@@ -77,7 +77,7 @@ class Answer:
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise UserError with this message unless the condition holds: the numbers given make no sense together."""
+    """Raise UserError with this message, for numbers that make no sense together, unless the condition holds."""
     if not holds:
         raise UserError(message)
 

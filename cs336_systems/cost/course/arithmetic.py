@@ -1,6 +1,6 @@
 """Arithmetic: rounding of sums by accumulator, and lower bounds of a kernel's time (RMSNorm, softmax, leaderboards).
 
-A function computes the numbers of the template of its name, each by a formula that is the number's name.
+Each function computes the numbers of the template of its name, in a variable of the number's name.
 """
 
 # The letters are those of the formulas.
@@ -15,7 +15,7 @@ from cs336_systems.cost.course.answers import given, quantity, require
 from cs336_systems.cost.machines import system_preset
 
 _H100, _H200, _B200 = system_preset("H100"), system_preset("H200"), system_preset("B200")
-_H100_FP32 = 67e12  # its data sheet; `machines.py` has tensor cores only
+_H100_FP32 = 67e12  # FLOP/s of its data sheet; `machines.py` has tensor cores only
 
 
 def _check_format(name: str, e: int) -> None:

@@ -1,7 +1,7 @@
 """Collectives beside computing: all-reduce over rings, gradient buckets, and how many devices a strategy can use before
 communication takes longer than compute (the 2026 edition's inequalities).
 
-A question's function computes the numbers of the template of its name, each by a formula that is the number's name.
+Each function of a question computes the numbers of the template of its name, in a variable of the number's name.
 The inequalities are of one gated feed-forward layer with three D by F matrices, numbers of two bytes, and a batch of B
 tokens over all devices.
 """
@@ -28,7 +28,7 @@ def ring_seconds(N: int, S: float, W: float, a: float = 0.0) -> float:
 
 
 def alternate_ring_seconds(N: int, S: float, W: float, a: float = 0.0) -> float:
-    """Every whole tensor once around the ring: N - 1 messages of S bytes."""
+    """Send every whole tensor once around the ring: N - 1 messages of S bytes."""
     return (N - 1) * (a + S / W)
 
 

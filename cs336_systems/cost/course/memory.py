@@ -1,6 +1,6 @@
 """Memory of passes and of ranks: activations by precision, attention's scores, checkpointing; sharded optimizer state
-and fully sharded parameters, and what these send; the 2025 edition's XXL model, how far it must be sharded, and the
-batch that hides its communication.
+and fully sharded parameters, and their traffic; the 2025 edition's XXL model: the sharding that it needs, and the batch
+that hides its communication.
 """
 
 # The letters are those of the formulas.
@@ -18,7 +18,7 @@ from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.traffic import TRAFFIC
 
 _H100 = system_preset("H100").memory / GIB * 1e9  # a GB as the course has it
-# Of the XXL model: bytes of a number, and of weight, accumulated gradient and two moments of a parameter.
+# XXL model: bytes of a number; bytes of weight, accumulated gradient and two moments of a parameter.
 _BF16, _FP32, _STATE = 2, 4, 16
 
 
@@ -63,7 +63,7 @@ def segments_peak(L: int, k: int, s: float, b: float) -> float:
 
 
 def _block_bytes(config: ModelConfig, S: int) -> int:
-    """Bytes that a block keeps for backward of S tokens: what a second block adds to what a model of one keeps."""
+    """Bytes that a block keeps for backward of S tokens: those of a model with two blocks less those with one."""
     from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
 
     one, two = (observe_passes(replace(config, num_layers=layers), 1, S).kept for layers in (1, 2))
@@ -75,7 +75,7 @@ def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048,
     config = model_preset(size, year).override(context_length=S)
     L = config.num_layers
     require(k <= L, f"checkpointing: k must be at most {L}, the blocks of {size}, not {k}")
-    # A block keeps B (x S + y S^2) bytes, which two short sequences tell.
+    # A block keeps B (x S + y S^2) bytes; two short sequences determine x and y.
     one, two = (_block_bytes(replace(config, context_length=n), n) for n in (16, 32))
     y = (two - 2 * one) // 512
     s, b = 4 * B * S * config.d_model, B * ((one // 16 - 16 * y) * S + y * S * S)
@@ -98,7 +98,7 @@ def _matrices(config: ModelConfig) -> int:
 
 
 def tensors_of(config: ModelConfig) -> int:
-    """Parameter tensors of a dense course model (no biases): matrices and norms of the blocks, and what is around."""
+    """Parameter tensors of a dense course model (no biases): matrices and norms of the blocks, and those outside."""
     return config.num_layers * (_matrices(config) + 2) + 2 + (config.positions == "learned") + (not config.tied_head)
 
 

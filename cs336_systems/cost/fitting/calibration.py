@@ -7,12 +7,12 @@ value before the fit, with a stated standard deviation, its width. The fit is th
 
 with x the logarithm of a constant over its prior value, found by the method of Levenberg and Marquardt (Marquardt,
 SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. A constant that the data do not
-determine stays at its prior value, with the prior's uncertainty. A run that is further off than FAR times what is usual
-of the others weighs less, by the square of how much further: something else slowed it down (iteratively reweighted
-least squares; Holland and Welsch, Comm. Stat. A6(9), 1977).
+determine stays at its prior value, with the prior's uncertainty. A run whose error is more than FAR times that of the
+others weighs less, by the square of the ratio: something else slowed it down (iteratively reweighted least squares;
+Holland and Welsch, Comm. Stat. A6(9), 1977).
 
-The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error of each
-prediction had its own measurement been left out: r / (1 - h), for a residual r and its leverage h, exact where the
+The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error that each
+prediction would have without its own measurement: r / (1 - h), for a residual r and its leverage h, exact where the
 model is linear (Allen, Technometrics 16(1), 1974).
 """
 
@@ -30,10 +30,10 @@ from cs336_systems.errors import UserError
 Array = NDArray[np.float64]
 Residuals = Callable[[Array], Array]
 
-WIDTH = 0.5  # a prior's: two thirds of constants lie within a factor of 1.6 of it
-NOISE = 0.03  # the least relative error that a model of this kind is believed to have
-FAR, ENOUGH = 3.0, 5  # times the usual error, from which a run weighs less; runs that tell what is usual
-TOLD = 0.1  # data that take away less than this share of the prior's variance do not determine a constant
+WIDTH = 0.5  # of a prior: two thirds of constants lie within a factor of 1.6 of its value
+NOISE = 0.03  # assumed least relative error of a model of this kind
+FAR, ENOUGH = 3.0, 5  # times the usual error, from which a run weighs less; runs that define the usual error
+TOLD = 0.1  # data that reduce the prior's variance by less than this share do not determine a constant
 SHARES = ("product", "fused", "memory", "inside", "between", "hidden")  # constants that are shares of a ceiling
 ROUNDED = 0.005  # a share above 1 by less than this is shown as 1
 STEPS, REPEATS, LARGEST, CLOSE, DIFFERENCE = 50, 10, 1.0, 1e-8, 1e-5  # of the minimisation; the last in logarithms
@@ -47,19 +47,19 @@ class Calibration:
     constants: Constants
     which: tuple[str, ...]
     width: float
-    noise: float  # standard deviation of log(predicted / measured): as assumed, or as found if that is more
+    noise: float  # standard deviation of log(predicted / measured): assumed, or found if that is more
     deviation: dict[str, float]  # of the logarithm of each fitted constant, about its relative uncertainty
     before: list[float]  # log(predicted / measured) with the prior
     after: list[float]
     left_out: list[float]  # after a fit without this observation
-    zeros: tuple[str, ...] = ()  # constants that were to be fitted, but are zero
+    zeros: tuple[str, ...] = ()  # constants that should be fitted, but are zero
 
     def determined(self, name: str) -> float:
-        """Share of the prior's variance that the data took away: 0 if they say nothing of a constant, 1 if all."""
+        """Share by which the data reduce the prior's variance: 0 if they say nothing of a constant, 1 if all."""
         return 1.0 - (self.deviation[name] / self.width) ** 2
 
     def impossible(self) -> dict[str, float]:
-        """Fitted shares above 1: more than the machine can do."""
+        """Fitted shares above 1, which are more than the machine can do."""
         values = {name: getattr(self.constants, name) for name in self.which if name in SHARES}
         return {name: value for name, value in values.items() if value > 1 + ROUNDED}
 
@@ -78,7 +78,7 @@ def fit(
     noise: float = NOISE,
 ) -> Calibration:
     """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
-    Where the data scatter about the fit by more than `noise`, they count for less: the noise is then the scatter, and
+    If the data scatter about the fit by more than `noise`, the scatter becomes the noise, so that they count less, and
     the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
     if not observations:
         raise UserError("there is nothing to fit to: no run has a measured time")
@@ -89,7 +89,7 @@ def fit(
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
 
     def weighted(x: Array) -> Array:
-        """Roots of the summands, by observation and then by constant."""
+        """Square roots of the summands, by observation and then by constant."""
         return np.concatenate([np.sqrt(weights) * logs(x) / noise, x / width])
 
     def logs(x: Array) -> Array:
@@ -115,7 +115,7 @@ def fit(
 
 
 def _weights(r: Array, least: float) -> Array:
-    """Weights of observations with these errors: 1, or less for those that are far from what is usual."""
+    """Weights of observations with these errors: 1, or less for those far above the usual error."""
     usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if len(r) >= ENOUGH else np.inf
     return np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
 
@@ -135,15 +135,15 @@ def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:
 
 
 def _slopes(weighted: Residuals, x: Array) -> Array:
-    """Derivatives (residuals constants), by differences."""
+    """Derivatives (residuals constants), by finite differences."""
     here = weighted(x)
     return np.stack([(weighted(x + way) - here) / DIFFERENCE for way in DIFFERENCE * np.eye(len(x))], axis=1)
 
 
 def _minimum(weighted: Residuals, count: int, width: float) -> Array:
-    """Minimise from the prior, and for each constant that the data do not determine there from both sides as well.
-    Where the device is busy longer than the host, a somewhat slower host changes nothing, and a much slower one
-    everything."""
+    """Minimise from the prior; if the data do not determine a constant there, also from a larger and a smaller value.
+    While the device is busy longer than the host, for example, a somewhat slower host changes nothing, but a much
+    slower one does."""
     start = np.zeros(count)
     best, here = _descend(weighted, start), weighted(start)
     slopes = _slopes(weighted, best)
@@ -157,7 +157,7 @@ def _minimum(weighted: Residuals, count: int, width: float) -> Array:
 
 
 def _descend(weighted: Residuals, x: Array) -> Array:
-    """Minimise the sum of squares (Levenberg-Marquardt): Gauss-Newton steps, shorter the less the last one helped."""
+    """Minimise the sum of squares (Levenberg-Marquardt): Gauss-Newton steps, damped more the less the last helped."""
     r, slopes, damping = weighted(x), _slopes(weighted, x), 1e-3
     for _ in range(STEPS):
         damped = np.diag(np.sqrt(damping * np.sum(slopes**2, axis=0)))

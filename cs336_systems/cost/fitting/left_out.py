@@ -1,5 +1,5 @@
-"""Errors on runs that were left out: each stack's constants fitted to all of its published runs but one group's, which
-is then predicted. A group is a family of runs from one source or, where a stack has few, all runs of one model.
+"""Errors on runs that were left out: each stack's constants are fitted to all of its published runs but one group's,
+which is then predicted. A group is a family of runs from one source or, where a stack has few, all runs of one model.
 
 `python -m cs336_systems.cost.fitting.left_out` writes `data/left_out.json`, after a change of runs or constants.
 """
@@ -17,7 +17,7 @@ from cs336_systems.cost.fitting.observations import observe_step
 from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_runs
 from cs336_systems.cost.stacks import STACKS, Stack
 
-FAMILIES = 3  # that a stack needs to have them left out one by one
+FAMILIES = 3  # a stack with fewer has models as groups
 SHARE = 0.8  # of left-out runs that a range contains
 
 
@@ -48,7 +48,7 @@ def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, f
 
 
 def inside(ratios: Mapping[str, float], runs: Sequence[TrainingRun]) -> list[float]:
-    """The ratios of runs that have no feature outside of the domain, such as FP8."""
+    """The ratios of runs without a feature outside the domain, such as FP8."""
     return [ratios[run.id] for run in runs if run.seconds and set(features(run.config, run.plan)) <= set(FEATURES)]
 
 
@@ -59,7 +59,7 @@ def central(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Write the file, and print the range of each stack: of its runs that have no feature outside of the domain."""
+    """Write the file, and print each stack's range, over its runs without a feature outside the domain."""
     found: dict[str, float] = {}
     for name, of_stack in published().items():
         ratios = dict(left_out(STACKS[name], of_stack))

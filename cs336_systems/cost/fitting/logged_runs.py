@@ -1,8 +1,8 @@
 """Model, plan and measured time of a run, from the arguments in its Megatron-LM log.
 
-Where arguments are missing, the version that lacks them decides: no sequence parallelism before 3.0, gradients summed
-after backward unless `overlap_grad_reduce` is there. Several arguments or none tell how attention ran, so what
-is concluded is a note of the run. A user's options count for more than a log.
+A missing argument has the value of the versions that lack it: no sequence parallelism before 3.0, gradients summed
+after backward unless `overlap_grad_reduce` is there. Several arguments or none tell how attention ran, so the run gets
+a note on the conclusion. A user's options override a log.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class LogOptions:
 
 def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """The run that a log describes, on the given machine, which no log names. Raises UserError, naming the run, for
-    what neither log nor user says, and for contradictions."""
+    what neither log nor user gives, and for contradictions."""
     if not any(name in logged.arguments for name in _SHAPE.values()):
         return _bare(logged, given)
     said = {_ARGUMENTS[name]: str(value) for name, value in given.options.items() if name in _ARGUMENTS}
@@ -69,7 +69,7 @@ def _numbers(logged: LoggedRun) -> dict[str, Any]:
 
 
 def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
-    """Note on what was concluded from arguments that leave room for doubt."""
+    """Note on a conclusion from arguments that leave room for doubt."""
     again = {"none": "nothing", "attention": "attention's core", "segments": "blocks"}[config.recompute]
     sums = {"none": "after backward", "data": "behind backward", "all": "behind backward, tensor-parallel parts too"}
     return (

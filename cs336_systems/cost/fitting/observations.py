@@ -1,4 +1,4 @@
-"""Measured times beside what the cost model says of them: whole steps, and the parts of a step that timers see.
+"""Measured times beside the cost model's predictions: of whole steps, and of parts of a step with timers.
 
 Times come from lists of runs, from training logs (`cost/logs.py`), and from records of benchmarks. Megatron-LM times a
 step's parts on the last rank, or prints the largest over all ranks. Three of them have a prediction: computing, the sum
@@ -28,7 +28,7 @@ from cs336_systems.presets import Mixture, ModelConfig, preset
 What = Literal["step", "compute", "gradients", "optimizer"]
 WHAT: tuple[What, ...] = get_args(What)
 
-# Timers of gradient reduction, in the order of versions: 2.0 to 2.7, 3.0 to core 0.4, since then.
+# Timers of gradient reduction in versions 2.0 to 2.7, in 3.0 to core 0.4, and since then.
 _GRADIENTS = ("backward-params-all-reduce", "grads-all-reduce", "all-grads-sync")
 _WIDTHS = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an activation by precision
 _CHECK = "optimizer-unscale-and-check-inf"  # which waits for the slowest rank
@@ -48,12 +48,12 @@ class Observation:
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
-    """log(predicted / measured) by some constants."""
+    """log(predicted / measured) with some constants."""
     return log(each.predict(constants) / each.seconds)
 
 
 def read_measured(path: Path, given: LogOptions) -> list[Observation]:
-    """Read what a file measured: by suffix a list of runs (.json), records or a training log of this project (.jsonl),
+    """Read a file's measurements: by suffix a list of runs (.json), records or a training log of this project (.jsonl),
     or else a log of Megatron-LM.
 
     Raises UserError, in one line, for a file that cannot be read, has no timings, or does not say what ran.
@@ -116,13 +116,13 @@ def observe_timers(
 ) -> Iterator[Observation]:
     """The parts of a step that timers of Megatron-LM measured and the model predicts.
 
-    `over_ranks` timers are the slowest stage's, others the last one's. Gradients have `gradient_width` bytes; where
-    they travel behind backward, in shards, or not at all, their timer measures something else and is left out.
+    `over_ranks` timers are the slowest stage's, others the last one's. Gradients have `gradient_width` bytes; if
+    they are sent during backward, in shards, or not at all, their timer measures something else and is left out.
     """
     plan, last = run.plan, (run.config, run.plan, run.seq, run.plan.pp - 1)
 
     def reduced(constants: Constants) -> float:
-        """One all-reduce after backward of the last stage's weights, which has those of the head."""
+        """One all-reduce after backward, of the gradients of the last stage, which has the head."""
         shared, owned, _ = stage_weights(*last)
         return sum(
             group_seconds("all-reduce", gradient_width * each.weights, *each.near, run.under(constants).system)
@@ -212,5 +212,5 @@ def _laid_out(
 
 
 def _as_predicted(model: ModelConfig) -> ModelConfig:
-    """The cost model knows one way of recomputing blocks, where this project has two."""
+    """Recomputation in the cost model's terms: it has one kind for blocks, where this project has two."""
     return replace(model, recompute="segments") if model.recompute == "nested" else model

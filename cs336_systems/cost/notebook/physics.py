@@ -1,8 +1,8 @@
-"""The roofline notebook that this model grew from, kept as it printed: what each operator of one transformer layer
-computes, reads, writes, keeps and sends on one GPU of a tensor-parallel group.
+"""The roofline notebook that this model grew from, with the numbers that it printed: the FLOPs of each operator of one
+transformer layer, and the bytes that it reads, writes, keeps and sends, on one GPU of a tensor-parallel group.
 
-It is the ideal that a first model should be: closed forms, nothing fitted. What its physics lacks is said in
-`differences.toml`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+It has only closed forms, nothing is fitted. `differences.toml` lists the mistakes and omissions of its physics;
+`cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
 github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 

@@ -1,5 +1,5 @@
 """Tensor parallelism on grids of ranks: traffic and memory of one product `(m k) x (k n)` with both operands cut,
-in 2D, 2.5D and 3D, beside Megatron's 1D. More dimensions mean that a rank receives less, of large enough matrices.
+in 2D, 2.5D and 3D, beside Megatron's 1D. With more dimensions a rank receives less, if matrices are large enough.
 
 - `1d` (Shoeybi et al., arXiv:1909.08053): p ranks cut the weight only; with sequence parallelism (Korthikanti et al.,
   arXiv:2205.05198) the stream is gathered before, or reduced and scattered after.
@@ -51,7 +51,7 @@ class Grid:
 
     @property
     def cuts(self) -> tuple[int, int, int]:
-        """Into how many pieces, at the finest, it cuts m, k and n."""
+        """Number of pieces, at most, into which it cuts m, k and n."""
         q, depth = self.side, self.depth
         return {"1d": (q, q, q), "3d": (q * q, q * q, q), "tesseract": (q * depth, q, q)}.get(self.kind, (q, q, q))
 
@@ -61,14 +61,14 @@ class Cost:
     """One product or several, in elements and FLOPs."""
 
     ranks: int
-    flops: int  # of a rank
+    flops: int  # on a rank
     received: int  # from other ranks, by all ranks together
-    held: int  # by a rank: its parts of both operands and the result
-    buffers: int  # more of them while it computes, the largest of the products
+    held: int  # on a rank: its parts of both operands and the result
+    buffers: int  # further elements while a rank computes, for the largest product
 
     @property
     def received_by_each(self) -> float:
-        """By a rank, on average: not all layers of a 2.5d grid receive the same."""
+        """Elements that a rank receives, on average: not all layers of a 2.5d grid receive the same."""
         return self.received / self.ranks
 
 
@@ -118,8 +118,8 @@ def grids(ranks: int) -> tuple[Grid, ...]:
 
 
 def rows_for_summa(d_model: int, d_ff: int, side: int) -> float:
-    """Tokens from which on a block's forward receives less on `side x side` ranks than on as many in a line, `side`
-    being 2 at least.
+    """Number of tokens from which on a block's forward receives less on `side x side` ranks than on as many in a line;
+    `side` is at least 2.
 
     For r tokens, e = d_model, f = d_ff and p = q^2, a rank receives 4 (p - 1) / p r e in 1d, and (q - 1) / p (r (3 e +
     f) + w) in 2d, where w = 4 e^2 + 2 e f weights travel too, however few the tokens. Infinite where 1d always receives

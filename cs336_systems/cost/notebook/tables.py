@@ -1,7 +1,7 @@
 """The notebook's two tables, digit for digit: a roofline time for each operator, totals over the layers, and the share
-of the forward time that is communication; and what the notebook gets wrong or leaves out.
+of the forward time that is communication; and the notebook's mistakes and omissions.
 
-An operator takes the longer of its arithmetic and its memory traffic, and then its collective, which nothing hides.
+An operator takes the longer of its arithmetic and its memory traffic, plus its collective, which nothing hides.
 """
 
 import tomllib

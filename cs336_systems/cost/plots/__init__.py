@@ -1,4 +1,4 @@
-"""The model's predictions where people would rather look: one file a picture, its numbers apart from its drawing.
+"""Pictures of the model's predictions: one file for each, with its numbers apart from its drawing.
 
 The numbers need no matplotlib; the drawings take it from the optional extra `writeup`.
 """

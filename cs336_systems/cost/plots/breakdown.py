@@ -1,7 +1,7 @@
 """Parts of a step for several plans, side by side; where a run was measured, the measured time as a mark.
 
-Plans of different models, batches and numbers of ranks are comparable since lengths are multiples of the ideal: of the
-time that the model's FLOPs would take at the peak of all ranks. A bar as long as 2 is an MFU of 50%.
+Lengths are multiples of the ideal time, that of the model's FLOPs at the peak of all ranks, so that plans of different
+models, batches and numbers of ranks can be compared. A bar of length 2 is an MFU of 50%.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from cs336_systems.host.text import plot_text
 COLOURS = {name: each["colour"] for name, each in PARTS.items() if "colour" in each}
 DARK = ("backward", "recompute", "tensor-parallel", "expert-parallel", "pipeline")  # where text is white
 SHOWN, NAMED = 0.05, 0.005  # shares of a step: smaller parts have no number; are not in the legend
-KORTHIKANTI = "kort22-"  # how the names of the runs of arXiv:2205.05198, table 5, begin
+KORTHIKANTI = "kort22-"  # prefix of the names of the runs of arXiv:2205.05198, table 5
 
 
 class Bar(NamedTuple):
@@ -34,8 +34,8 @@ def published() -> list[Bar]:
 
 
 def multiples(step: StepTime) -> dict[str, float]:
-    """The parts of a step as multiples of the time that its model FLOPs would take at the peak; those that are none
-    are left out."""
+    """The parts of a step as multiples of the time that its model FLOPs would take at the peak, without those that
+    are zero."""
     ideal = step.total * step.mfu
     return {name: seconds / ideal for name, seconds in step.parts.items() if seconds}
 

@@ -1,8 +1,8 @@
 """Communication by degree: the share of a step that one axis of parallelism spends on it.
 
 The same work is split over more and more ranks along one axis, all others 1: a sequence over tp and cp, a batch over
-dp (ZeRO 3, which gathers each weight twice and scatters its gradient) and ep. What a rank computes shrinks with the
-degree, what it sends hardly. Nothing is hidden behind computing here: a share above a half cannot be hidden at all.
+dp (ZeRO 3, which gathers each weight twice and scatters its gradient) and ep. A rank's computation shrinks with the
+degree, its traffic hardly. Nothing overlaps here; with a share above a half, communication cannot be hidden whole.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ EXPERTS = 128  # of a model that has none, for the panel of ep
 
 
 class Share(NamedTuple):
-    """Seconds of a step at one degree; the optimizer, once a step however large the batch is, counts as neither."""
+    """Seconds of a step at one degree. The optimizer, whose time does not depend on the batch, counts as neither."""
 
     degree: int
     communication: float

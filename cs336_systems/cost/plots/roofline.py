@@ -1,6 +1,6 @@
 """The roofline: FLOP/s of each operator of a block and of the head, over its FLOPs per byte.
 
-Left of the ridge an operator waits for memory, right of it for the processors (Williams et al., CACM 52(4), 2009).
+Left of the ridge memory limits an operator, right of it the processors do (Williams et al., CACM 52(4), 2009).
 """
 
 from typing import Any, NamedTuple

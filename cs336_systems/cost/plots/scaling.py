@@ -1,6 +1,6 @@
 """Weak and strong scaling: MFU over the number of accelerators, of the best plan and of plans of fixed tp, pp.
 
-Strong: the batch of a step stays, so that each has less and less to do. Weak: the batch grows with the accelerators.
+Strong scaling keeps the batch, so that each accelerator has less to do. Weak scaling grows it with the accelerators.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Shared by the pictures: colours, axes, labels that keep their distance, and files with stable bytes."""
+"""Shared parts of the pictures: colours, axes, labels that do not overlap, and files with stable bytes."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -26,7 +26,7 @@ def can_plot() -> bool:
 
 
 def check_path(path: Path, option: str = "--out") -> None:
-    """Raises UserError if no picture can be written there: without matplotlib, a folder, or a picture's suffix."""
+    """Raises UserError if no picture can be written there: matplotlib, the folder or a picture's suffix is missing."""
     if not can_plot():
         raise UserError(HOW_TO_PLOT)
     if path.suffix not in SUFFIXES:
