@@ -10,7 +10,7 @@ if (_found := Path(str(cs336_systems.__file__)).parent).parent != Path(__file__)
         f"`cs336_systems` is found in {_found}, and that is not the package of this name beside {Path(__file__).parent}"
         ": rename that folder, or start from another one"
     )
-    if sys.argv[:1] == ["-m"]:  # Python looks for the command that it is to run
+    if sys.argv[:1] == ["-m"]:  # Python is about to start a command of this package
         print(f"error: {_line}", file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(_line)

@@ -9,7 +9,7 @@ if (_found := find_spec("kernels")) is None or Path(str(_found.origin)).parent !
         f"`kernels` is found in {_found and Path(str(_found.origin)).parent}, and that is not the package of this name "
         f"beside {Path(__file__).parent}: rename that folder, or start from another one"
     )
-    if sys.argv[:1] == ["-m"]:  # Python looks for the command that it is to run
+    if sys.argv[:1] == ["-m"]:  # Python is about to start a command of this package
         print(f"error: {_line}", file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(_line)

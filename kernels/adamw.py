@@ -163,7 +163,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Steps are counted on the host, so CUDA graphs cannot capture them. Raises TypeError for a sparse gradient.
     """
 
-    moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+    moments_dtype = torch.float32  # at least; read when a part of a state is loaded
     check_state = staticmethod(partial(check_state, can=("maximize",)))
 
     def __init__(
@@ -202,7 +202,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+        with torch._C.DisableTorchFunctionSubclass():  # update FSDP's shards like plain tensors
             self._update()
         return loss
 

@@ -264,7 +264,7 @@ def show(outcomes: list[Outcome], together: float) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal that would end this process at once ends it as ^C does, with all that it started."""
+    """Treat a signal that would end this process at once like ^C, so that what it started is ended, too."""
     raise KeyboardInterrupt
 
 

@@ -16,7 +16,7 @@ from tests.support.parallel_cases import batch, rows_of
 
 
 def steps(number: int = 2, **options):
-    """Ordinary steps; an option that is a function is asked for each step and rank."""
+    """Ordinary steps; an option that is a function is called with each step and rank."""
 
     def program(run: Run):
         for step in range(number):
