@@ -50,7 +50,7 @@ class AllReduceSettings(RecordOptions):
         None, "Ranks to start, without torchrun.  [default: 2, then 4, then 6]", type=click.IntRange(1)
     )
     steps: int = setting(5, "Timed all-reduces of each size.", type=click.IntRange(1))
-    warmup: int = setting(5, "Untimed all-reduces of each size before them.", type=click.IntRange(0))
+    warmup: int = setting(5, "Untimed all-reduces of each size before the timed ones.", type=click.IntRange(0))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 

@@ -72,11 +72,11 @@ class MoEEvalSettings(ExpertOptions):
     batch_size: int = setting(1, "Blocks per batch, on each rank.", type=COUNT)
     batches: int = setting(5, "Batches of each rank, or fewer if the text is short.", type=COUNT)
     all_blocks: bool = setting(False, "Evaluate the whole text instead of --batches.")
-    warmup: int = setting(1, "Untimed batches before them.", type=NATURAL)
+    warmup: int = setting(1, "Untimed batches before the timed ones.", type=NATURAL)
     moe: Literal["sort", "einsum", "both"] | None = setting(  # type: ignore[assignment]
         None, "Dispatch by a sort, by one-hot tensors, or both in turn.  [default: sort; with --profile both]"
     )
-    words: How = setting("fast", "Read every word's log-probability: not, one copy per batch, or one read per number.")
+    words: How = setting("fast", "Reading words' log-probabilities: none, fast (a copy per batch), slow (one by one).")
     profile: bool = setting(False, "Write traces, tables and one trace of all ranks to --out.")
     out: Path | None = setting(None, "Folder for the profile.  [default: runs/moe_eval/<size>]")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)

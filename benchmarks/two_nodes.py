@@ -198,7 +198,7 @@ def main(command: tuple[str, ...], **options: Any) -> None:
     """Run a benchmark, such as benchmarks/allreduce.py with its options after --, as if on two nodes. Needs root.
 
     The command gets a --link option, so that its records describe the link. Course assignments use 2 x 1,
-        2 x 2 and 2 x 3 ranks: --nproc 1, 2 and 3.
+    2 x 2 and 2 x 3 ranks: --nproc 1, 2 and 3.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not one that nohup has told it to ignore

@@ -1,4 +1,4 @@
-"""`python -m writeup`: the write-up from records, as one HTML page and one PDF."""
+"""The write-up from records, as one HTML page and one PDF: `python -m writeup`."""
 
 import sys
 from importlib import import_module

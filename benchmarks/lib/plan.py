@@ -36,7 +36,7 @@ class PassSettings(ModelOptions):
     all_sizes: bool = setting(False, "Measure every size of the year's edition.")
     mode: Mode | None = setting(None, "Kind of pass.  [default: every pass that fits]")
     # The first step makes the optimizer's state, so the second is the first like all others.
-    warmup: int = setting(2, "Untimed passes before them; 0 shows a cold start.", type=click.IntRange(0))
+    warmup: int = setting(2, "Untimed passes before the timed ones; 0 shows a cold start.", type=click.IntRange(0))
     steps: int | None = setting(
         None, "Timed passes.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )

@@ -40,7 +40,7 @@ class ScalingSettings:
     )
     global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
-    warmup: int = setting(2, "Untimed steps per turn before them.", type=click.IntRange(0))
+    warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
     rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     precision: tuple[str, ...] = setting(
         ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(PRECISIONS)

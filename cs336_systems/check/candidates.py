@@ -48,10 +48,9 @@ def nothing(model: Any, optimizer: Any) -> None:
 
 def synchronise(model: Any, optimizer: Any) -> None:
     """Call the method that ends a wrapper's synchronisation, if it has one."""
-    for name in SYNCHRONISE:
-        if callable(method := getattr(model, name, None)):
-            method()
-            return
+    methods = (getattr(model, name, None) for name in SYNCHRONISE)
+    if method := next(filter(callable, methods), None):
+        method()
 
 
 def average(group: Group, model: Any, optimizer: Any) -> None:
@@ -237,9 +236,9 @@ def load_file(path: Path) -> ModuleType:
     """A Python file as a module; what lies beside it can be imported by it. Raises UserError for what it raises."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    loader = Uncached(f"checked_{path.stem}", str(path))
-    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
-    module.__file__ = str(path)
+    loader = Uncached(f"checked_{path.stem}", where := str(path.resolve()))
+    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=where))
+    module.__file__ = where
     sys.path.append(str(path.resolve().parent))
     try:
         loader.exec_module(module)

@@ -177,8 +177,9 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
     `spmd_type` says otherwise; a scalar result is a loss. Raises UserError without spmd_types."""
     with fake_ranks(0, ranks) as group:
         returned = build()
-        if not (isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[1], tuple)):
-            raise UserError("build() of --types returns a split module, its inputs as a tuple, and types if need be")
+        kinds = (nn.Module | TensorParallel, tuple, dict)
+        if not isinstance(returned, tuple) or len(returned) not in (2, 3) or not all(map(isinstance, returned, kinds)):
+            raise UserError(f"build() returns (split module, tuple of inputs[, dict of types]), not {returned!r:.80}")
         built, inputs, *given = returned
         types = dict.fromkeys(built.partial if isinstance(built, TensorParallel) else (), "R") | dict(*given)
         module: nn.Module = built.model if isinstance(built, TensorParallel) else built

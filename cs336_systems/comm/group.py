@@ -32,7 +32,7 @@ HISTORY = "hash of the collectives that are matched by their order"
 _counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 in_flight: dict[Any, None] = {}  # this rank's Works that nobody has waited for yet, oldest first
 
-# A deep copy of a module shares its groups: `copy` does not copy an object whose reducer returns a name.
+# A deep copy of a module shares its groups: `copy` keeps an object whose reducer returns a name, pickle refuses.
 copyreg.pickle(Group, lambda group: group.group_name)
 
 

@@ -226,11 +226,11 @@ def read_json(path: Path, otherwise: str, hint: str = "") -> Any:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
     except ValueError as error:
-        raise UserError(f"{path} is {otherwise}, which is JSON: {error}") from None
+        raise UserError(f"{path} is {otherwise}: it is not JSON: {error}") from None
 
 
 def _figure(path: Path, name: str, value: Any, kind: type = float) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or value != kind(value):
+    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (kind is int and value != int(value)):
         raise UserError(f"{path}: {name} must be a {'whole ' * (kind is int)}number above zero, not {value!r}")
     return kind(value)

@@ -221,7 +221,8 @@ def test_a_file_that_changes_within_a_second_is_read_anew(tmp_path):
     for text in ("number = 1\n", "number = 2\n"):
         path = written(tmp_path, text)
         os.utime(path, (0, 0))
-        assert vars(load_file(path))["number"] == int(text[-2])
+        assert vars(load_file(Path(os.path.relpath(path))))["number"] == int(text[-2])
+    assert load_file(Path(os.path.relpath(path))).__file__ == str(path.resolve())
 
 
 def test_the_command_line_grades_tests(tmp_path, capsys):

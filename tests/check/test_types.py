@@ -221,6 +221,10 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
         type_check(build)
 
 
-def test_a_build_that_returns_something_else_is_refused():
-    with pytest.raises(UserError, match="returns a split module, its inputs as a tuple"):
-        type_check(lambda: (torch.nn.Linear(2, 2), torch.nn.functional.mse_loss, lambda step: ()))
+@pytest.mark.parametrize("returned", [
+    (torch.nn.Linear(2, 2), torch.nn.functional.mse_loss, lambda step: ()),
+    (torch.nn.Linear(2, 2), (torch.ones(2),), 3), (1, (torch.ones(2),)), torch.nn.Linear(2, 2),
+])  # fmt: skip
+def test_a_build_that_returns_something_else_is_refused(returned):
+    with pytest.raises(UserError, match=r"returns \(split module, tuple of inputs\[, dict of types\]\), not "):
+        type_check(lambda: returned)

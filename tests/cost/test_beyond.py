@@ -210,7 +210,7 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("no", "is no config.json, which is JSON: Expecting value"),
+        ("no", "is no config.json: it is not JSON: Expecting value"),
         ([], "is no config.json"),
         ({"text_config": [1]}, "does not say d_model"),
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),

@@ -102,7 +102,7 @@ def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
         read_machine(tmp_path / "none.json")
     for text in ("{", "[" * 100_000):
         (tmp_path / "text.json").write_text(text)
-        with pytest.raises(UserError, match="which is JSON"):
+        with pytest.raises(UserError, match="it is not JSON"):
             read_machine(tmp_path / "text.json")
 
 

@@ -199,12 +199,12 @@ def test_published_runs_are_shown_by_family(capsys):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no list of runs, which is JSON"),
-        ("\xff", "is no list of runs, which is JSON"),
+        ("{", "is no list of runs: it is not JSON"),
+        ("\xff", "is no list of runs: it is not JSON"),
         ("[]", "holds an empty list, and no run"),
         ("3", "must hold a list of runs"),
         ("[" + json.dumps(RUN) + ", 3]", "entry 2 is '3', not an object with h, a, L"),
-        ("[" * 100_000, "is no list of runs, which is JSON"),
+        ("[" * 100_000, "is no list of runs: it is not JSON"),
         (json.dumps([RUN, RUN | {"id": "bad", "tp": 3}]), "bad: 16 heads do not divide over tp 3"),
         (json.dumps([RUN, {}]), "run 2: h, a, L, s, V, tp, pp, dp, gbs missing"),
     ],

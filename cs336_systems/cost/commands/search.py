@@ -79,7 +79,7 @@ class SearchOptions:
 @tokens_option
 @json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
-    """The fastest layouts of a model on so many accelerators, and why the rest lose."""
+    """The fastest layouts of a model on --gpus accelerators, and why the rest lose."""
     model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
     config, stack = model.model_config(), model.stack(asked.stack, asked.zero or 0)
     system, fp8 = machine.machine(stack), asked.precision == "fp8"
