@@ -127,13 +127,13 @@ class FSDP(Wrapper):
         tensors = tensors_with_gradient(output, weight.name)
         for tensor in (each for each in tensors if each is not weight.full):
             tensor.register_hook(partial(self._pre_backward, number, weight))
-        if tensors and weight.shard.requires_grad:
+        if tensors and weight.wants_gradient:
             self.expected.add(weight)
         if weight in self.borrowed or weight.lies_in(output):  # code outside may still read it
             self.borrowed.add(weight)
         elif self.in_forward and not self._keeps_whole():  # else it is recomputed in backward, which needs it at once
             weight.reshard()
-        if tensors and not weight.shard.requires_grad:  # frozen: no gradient hook frees it
+        if tensors and not weight.wants_gradient:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: weight.reshard())
 
@@ -144,7 +144,7 @@ class FSDP(Wrapper):
         self._before_any_gradient(weight.full)
         self._walk_back(number)
         weight.unshard()
-        if not weight.shard.requires_grad:  # frozen after wrapping; other ranks may still reduce it
+        if not weight.wants_gradient:  # frozen after wrapping; other ranks may still reduce it
             self._reduce(weight)
 
     def _before_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:
@@ -192,7 +192,7 @@ class FSDP(Wrapper):
             return None
         if not weight.unsharded:
             weight.unshard()
-            if torch.is_grad_enabled() and weight.shard.requires_grad:
+            if torch.is_grad_enabled() and weight.wants_gradient:
                 self.expected.add(weight)
             self.borrowed.add(weight)
         return weight.full

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, Sharded
 from cs336_systems.buffers.flat import refuse_shared_memory
 from cs336_systems.buffers.replicas import Replicas, buffer_lines, require_equal
+from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
@@ -109,24 +110,26 @@ class Guard:
         if torch.is_grad_enabled() and any(gradient is None or not gradient.any() for gradient in gradients):
             self.versions = {}
             self.replicas.compare_values()
-        for shard in self.shards:
-            refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
+        with raw():
+            for shard in self.shards:
+                refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
         gradient, which is fine.)"""
         if self.taken:
             raise fault(self.taken)
-        for name, parameter in self._named():
-            if parameter not in self.names:
-                change = "is not the parameter that was wrapped"
-            elif parameter.dtype != self.dtypes[parameter]:
-                change = f"was {self.dtypes[parameter]} when wrapped and is {parameter.dtype} now"
-            elif parameter.requires_grad and parameter not in self.trainable:
-                change = "was frozen when wrapped and wants a gradient now"
-            else:
-                continue
-            raise fault(f"{name} {change}; change the module first, then wrap it anew")
+        with raw():
+            for name, parameter in self._named():
+                if parameter not in self.names:
+                    change = "is not the parameter that was wrapped"
+                elif parameter.dtype != self.dtypes[parameter]:
+                    change = f"was {self.dtypes[parameter]} when wrapped and is {parameter.dtype} now"
+                elif parameter.requires_grad and parameter not in self.trainable:
+                    change = "was frozen when wrapped and wants a gradient now"
+                else:
+                    continue
+                raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
     def _written(self) -> list[nn.Parameter]:
         """Weights that were changed while their gradient was this rank's own, perhaps by it."""

@@ -7,7 +7,6 @@ they compare options, shapes of buffers, and weights through the store.
 
 import hashlib
 import json
-import math
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -130,8 +129,10 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     pinned = device.type == "cuda"  # else the host would wait for the copy, behind backward
     sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=pinned)
     sums = sums.to(device, non_blocking=True)
-    for shard in shards:  # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked
-        sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
+    real = (torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards)
+    if extremes := [extreme for shard in real for extreme in torch.aminmax(shard)]:
+        # 0, or NaN if an element is infinite or NaN; the device need not be asked.
+        sums[-1] += (0 * torch.stack(extremes)).sum()
     work = all_reduce(sums, replicas.group, "used parameters", "sum")
     for bucket in buckets:
         bucket.finish()

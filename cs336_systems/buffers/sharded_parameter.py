@@ -78,7 +78,7 @@ class ShardedParameter:
         num_rows, columns = len(weight), weight[0].numel()
         self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
         first, last = (min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2])
-        self.rows = first, last
+        self.rows, self.numel = (first, last), (last - first) * columns
         rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
         if group.size() > 1 and type(rows) is Tensor:  # on one rank, rows are all; a fake tensor is a kind by itself
             rows = as_shard(rows, Rows(name, self.rows, num_rows, group))
@@ -90,7 +90,7 @@ class ShardedParameter:
         # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
         self.flat = flat.data
         self.work: Work | None = None  # from `launch_unshard` to `unshard`
-        self.unsharded = False
+        self.unsharded = True  # until the last line
         label = f"gradient of {name}"
         self.gradients = GradBucket([self.full], group, label, SHARDED, reduce_dtype or weight.dtype, columns)
         self.gradients.resting_dtype = weight.dtype
@@ -98,13 +98,21 @@ class ShardedParameter:
         self.earlier: Tensor | None = None  # the gradient in whose place it is
         self.reshard()
 
+    @property
+    def wants_gradient(self) -> bool:
+        """True unless the shard is frozen, perhaps after wrapping."""
+        with raw():
+            return self.shard.requires_grad
+
     @torch.no_grad()
     def launch_unshard(self) -> None:
         """Start gathering the weight, if it is not there or on its way."""
         if self.unsharded or self.work is not None:
             return
-        if self.shard._version != self.version:  # a graph from before the last step must not go on with new weights
-            self.version = self.shard._version
+        with raw():
+            version = self.shard._version
+        if version != self.version:  # a graph from before the last step must not go on with new weights
+            self.version = version
             torch.autograd.graph.increment_version(self.full)
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         mark("parameters", self.flat)
@@ -115,8 +123,9 @@ class ShardedParameter:
         """Copy this rank's rows to their place in a buffer, with zeros behind them where the slice is padded."""
         mine = self.layout.shard(flat, self.group.rank())
         with raw():
-            mine[: self.shard.numel()].copy_(self.shard.view(-1))
-        mine[self.shard.numel() :].zero_()
+            mine[: self.numel].copy_(self.shard.view(-1))
+        if self.numel < mine.numel():
+            mine[self.numel :].zero_()
 
     def unshard(self) -> None:
         """Let the layers see the whole weight, gathering it unless that has begun."""
@@ -124,17 +133,18 @@ class ShardedParameter:
         if self.work is not None:
             self.work.wait()
             self.work, self.unsharded = None, True
-        self.full.requires_grad_(self.shard.requires_grad)
+        self.full.requires_grad_(self.wants_gradient)
         for place in self.places:
             put(place, self.full)
 
     def reshard(self, keep: bool = False) -> None:
         """Let the layers see the shard, and free the whole weight, unless it is there and to be kept for backward."""
-        whole = self.unsharded or self.work is not None
+        if not self.unsharded and self.work is None:
+            return
         if self.work is not None:
             self.work.wait()
-        self.work, self.unsharded = None, whole and keep
-        if not self.unsharded:
+        self.work, self.unsharded = None, keep
+        if not keep:
             self.flat.untyped_storage().resize_(0)
         for place in self.places:
             put(place, self.shard)
@@ -181,8 +191,9 @@ class ShardedParameter:
         if self.gradients.used:
             if reduced is None:
                 raise fault(f"the gradient of {self.name} was dropped on this rank, and others have theirs")
-            rows = reduced[: self.shard.numel()].view(self.shard.shape)
-            self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
+            with raw():
+                rows = reduced[: self.numel].view(self.shard.shape)
+                self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
         self.gradients.used = set()
 
     def cut_loaded(

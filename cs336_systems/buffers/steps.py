@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cs336_systems.buffers.shard_tensor import ShardTensor, know_loaded
+from cs336_systems.buffers.shard_tensor import ShardTensor, know_loaded, raw
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import fault
 from cs336_systems.errors import UserError
@@ -56,10 +56,12 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                 )
             guard.require_finished(f"{type(optimizer).__name__}.step()")
             stepped.setdefault(guard, {})[number] = None
+        with raw():
+            gradient = parameter.grad
         # A ShardedOptimizer with a wrapper takes the pieces from there.
-        if isinstance(parameter.grad, ShardedGradient) and getattr(optimizer, "wrapper", None) is None:
+        if isinstance(gradient, ShardedGradient) and getattr(optimizer, "wrapper", None) is None:
             raise fault(
-                f"{type(optimizer).__name__}.step() cannot use the gradient of {parameter.grad.label}, which rests "
+                f"{type(optimizer).__name__}.step() cannot use the gradient of {gradient.label}, which rests "
                 "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"
             )
     for guard, numbers in stepped.items():
