@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from cs336_systems.traffic import sent
 MARK = "memory mark: "
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One collective over `ranks` ranks, or message between two, on a tensor of `numel` elements in all; `label` names
     its purpose."""
 

@@ -105,10 +105,11 @@ class Work:
         """Name the block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
         traces of several ranks are matched by this name. Turn torch's error into a CommError that says what every other
         rank was doing."""
-        event = self.event
-        name = f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip()
+        event, profile = self.event, nullcontext()
+        if is_profiling():
+            profile = record_function(f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip())
         try:
-            with record_function(name) if is_profiling() else nullcontext():
+            with profile:
                 yield
         except CommError:
             raise
