@@ -1,6 +1,5 @@
 """ZeRO stages 0 to 3 train as one process does: weights, gradient norms, accumulation, clipping, whatever the ranks."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -105,7 +105,9 @@ class Replicas:
             ": change weights on every rank, or before the module is wrapped; by gradients, after "
             "finish_gradient_synchronization()"
         )
-        require_equal("weights", [f"{name} with hash {_hash(tensor)}" for name, tensor in named], self.group, advice)
+        data = ((name, t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data) for name, t in named)
+        lines = [f"{name} with hash {hashlib.sha256(each).hexdigest()[:16]}" for name, each in data]
+        require_equal("weights", lines, self.group, advice)
         self.versions = [p._version for p in self.names]
 
 
@@ -126,9 +128,8 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
     flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
     device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
-    pinned = device.type == "cuda"  # else the host would wait for the copy, behind backward
-    sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=pinned)
-    sums = sums.to(device, non_blocking=True)
+    sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=device.type == "cuda")
+    sums = sums.to(device, non_blocking=True)  # from pinned memory, else the host would wait for it, behind backward
     real = (torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards)
     # 0 x the extremes: 0, or NaN if an element is infinite or NaN; the device need not be asked.
     sums[-1] = (0 * torch.stack([sums[-1], *(extreme for shard in real for extreme in torch.aminmax(shard))])).sum()
@@ -175,8 +176,3 @@ def _to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     host, arrival = number.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory
     arrival.record(torch.cuda.current_stream(number.device))
     return host, arrival
-
-
-def _hash(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()[:16]

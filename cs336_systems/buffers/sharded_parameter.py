@@ -120,12 +120,9 @@ class ShardedParameter:
         self.work = all_gather(self.flat, self.group, self.name)
 
     def _fill(self, flat: Tensor) -> None:
-        """Copy this rank's rows to their place in a buffer, with zeros behind them where the slice is padded."""
-        mine = self.layout.shard(flat, self.group.rank())
+        """Copy this rank's rows to their place in a buffer. Nobody reads what is behind them in a padded slice."""
         with raw():
-            mine[: self.numel].copy_(self.shard.view(-1))
-        if self.numel < mine.numel():
-            mine[self.numel :].zero_()
+            self.layout.shard(flat, self.group.rank())[: self.numel].copy_(self.shard.view(-1))
 
     def unshard(self) -> None:
         """Let the layers see the whole weight, gathering it unless that has begun."""

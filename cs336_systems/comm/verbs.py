@@ -54,7 +54,7 @@ class Work:
             self._compare()
         with self._explained("launch"):
             yield
-        while in_flight and (first := next(iter(in_flight))).is_done():
+        while (first := next(iter(in_flight), None)) and all(each.is_completed() for each in first.pending):
             del in_flight[first]
         in_flight[self] = None
         if not self.pending:  # an empty tensor is not sent
@@ -63,10 +63,6 @@ class Work:
     def next_key(self) -> Key:
         """Key by which ranks that share memory match their parts of a collective without a tag."""
         return Key(count(self.group, "collectives without a tag"), self.history, self._compare)
-
-    def is_done(self) -> bool:
-        """True if all its transfers have completed."""
-        return all(work.is_completed() for work in self.pending)
 
     def __str__(self) -> str:
         event = self.event
@@ -105,11 +101,10 @@ class Work:
         """Name the block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
         traces of several ranks are matched by this name. Turn torch's error into a CommError that says what every other
         rank was doing."""
-        event, profile = self.event, nullcontext()
-        if is_profiling():
-            profile = record_function(f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip())
+        event, profiling = self.event, is_profiling()
+        name = f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip() if profiling else ""
         try:
-            with profile:
+            with record_function(name) if profiling else nullcontext():
                 yield
         except CommError:
             raise

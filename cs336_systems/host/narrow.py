@@ -1,5 +1,8 @@
-"""Tables on narrow terminals: no text is cut. A table that does not fit with its words wrapped is written cell by cell,
-one line for each: its column's head, and the cell.
+"""Tables on narrow terminals: no text is cut; a table that does not fit is transposed, or written row by row.
+
+as it is       with words wrapped, but neither words nor numbers cut
+transposed     a column for each row, if there are few
+row by row     one line for each cell: its column's head, and the cell
 """
 
 from typing import Any
@@ -16,20 +19,37 @@ def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
     if any(not isinstance(text, str) for row in texts for text in row):
         return table  # tables in tables are left as they are
     endless = options.update(width=10_000, max_width=10_000)
-    for column in table.columns:
-        breaks = column.justify == "left" and not column.no_wrap
-        head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
-        # Heads may be wrapped between words, numbers not.
-        column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
-    if Measurement.get(console, endless, table).minimum <= options.max_width:
-        return table
-    return _cell_by_cell(table, texts)
+    for form in (table, _turned(table, texts)):
+        for column in form.columns:
+            breaks = column.justify == "left" and not column.no_wrap
+            head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
+            # Heads may be wrapped between words, numbers not.
+            column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
+        if Measurement.get(console, endless, form).minimum <= options.max_width:
+            return form
+    return _row_by_row(table, texts)
 
 
-def _cell_by_cell(table: Table, texts: list[list[Any]]) -> Table:
-    heads, *rows = texts
-    found = Table(title=table.title, caption=table.caption, show_header=False, title_justify="left")
+def _like(table: Table, head: bool) -> Table:
+    """Make an empty table with the same title and caption."""
+    found = Table(title=table.title, caption=table.caption, show_header=head, title_justify="left")
     found.title_style, found.caption_style, found.caption_justify = table.title_style, table.caption_style, "left"
+    return found
+
+
+def _turned(table: Table, texts: list[list[Any]]) -> Table:
+    heads, *rows = zip(*texts, strict=True)
+    found = _like(table, head=True)
+    for number, head in enumerate(heads):
+        found.add_column(head, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def _row_by_row(table: Table, texts: list[list[Any]]) -> Table:
+    heads, *rows = texts
+    found = _like(table, head=False)
     found.add_column(overflow="fold")
     found.add_column(overflow="fold", ratio=1)
     for row in rows:
