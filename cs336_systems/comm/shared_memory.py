@@ -64,7 +64,7 @@ class Transport:
             self.wake()
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # peers by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
-        self.ranks: WeakKeyDictionary[Group, tuple[int, list[int], timedelta]] = WeakKeyDictionary()
+        self.groups: WeakKeyDictionary[Group, tuple[str, int, list[int], timedelta]] = WeakKeyDictionary()
         self.turn, self.lock, self.crowded, self.futex = 0, RLock(), False, 0
         self.table = np.zeros(TABLE, np.uint64)
         self.words = self.table.data
@@ -96,14 +96,14 @@ class Transport:
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
         """True if the group's transfers of this tensor go through shared memory."""
-        return self.on and tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+        return self.on and tensor.device.type == "cpu" and self.members(group)[0] == "gloo"
 
-    def members(self, group: Group) -> tuple[int, list[int], timedelta]:
-        """Hash of a group's name, the global numbers of its ranks, and its timeout."""
-        if group not in self.ranks:
-            name, ranks = zlib.crc32(group.group_name.encode()), dist.get_process_group_ranks(group)
-            self.ranks[group] = name << 32, ranks, group_timeout(group)
-        return self.ranks[group]
+    def members(self, group: Group) -> tuple[str, int, list[int], timedelta]:
+        """Backend of a group, hash of its name, the global numbers of its ranks, and its timeout; looked up once."""
+        if (found := self.groups.get(group)) is None:
+            name, ranks = zlib.crc32(group.group_name.encode()) << 32, dist.get_process_group_ranks(group)
+            found = self.groups[group] = dist.get_backend(group), name, ranks, group_timeout(group)
+        return found
 
     def wake(self) -> None:
         """Count a change of this rank's table, and wake ranks that wait for one. A rank that falls asleep during this
@@ -121,15 +121,11 @@ class Transport:
             if turn > self.turn and (turn - self.turn) % tables.SLOTS == 0:  # no slot is free
                 next(iter(self.pending)).wait(released=True)
         self.turn = turn + 1
-        self.table[slot + tables.STATE : slot + tables.WORDS] = (tables.READY, transfer.key.history, *span)
+        for word, value in enumerate((tables.READY, transfer.key.history, *span), slot + tables.STATE):
+            self.words[word] = value
         self.words[slot] = transfer.word
         self.wake()
         return slot
-
-    def reclaim(self) -> None:
-        """Free the slots and blocks of the oldest transfers with which all ranks are done."""
-        for transfer in list(self.pending)[:8]:
-            transfer.step()
 
     def progress(self) -> None:
         """Do this rank's part of all transfers that are ready; other threads, which poll the store, do nothing here."""
@@ -160,7 +156,7 @@ class Transfer:
         between: Sequence[int] | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
-        name, ranks, self.timeout = transport.members(group)
+        _, name, ranks, self.timeout = transport.members(group)
         self.word, self.key, self.block = name | (0 if key.history else 1 << 31) | key.number, key, block
         self.act: Act | None = act
         self.in_place, self.finish = in_place, finish
@@ -171,7 +167,8 @@ class Transfer:
         self.missing = next(rank for peer, rank in self.ranks if peer)
         self.looked = monotonic()
         with transport.lock:
-            transport.reclaim()
+            for earlier in list(transport.pending)[:8]:  # free the slots and blocks of those with which all are done
+                earlier.step()
             self.slot = transport.enter(self, span)
             transport.pending[self] = None
             self.step()

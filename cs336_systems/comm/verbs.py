@@ -7,7 +7,7 @@ its all-reduce although they move half as much, so with gloo both are built from
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
 REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+UNNAMED = nullcontext()
 
 
 class Work:
@@ -52,8 +53,13 @@ class Work:
         self.entry = recorder.mine.launch(*words)
         if not transport.on:
             self._compare()
-        with self._explained("launch"):
-            yield
+        try:
+            with self._named("launch"):
+                yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self._explained(error) from error
         while (first := next(iter(in_flight), None)) and all(each.is_completed() for each in first.pending):
             del in_flight[first]
         in_flight[self] = None
@@ -65,20 +71,23 @@ class Work:
         return Key(count(self.group, "collectives without a tag"), self.history, self._compare)
 
     def __str__(self) -> str:
-        event = self.event
-        return f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
+        return f"{self.event.verb} no. {self.number} ({self.event.label or 'no label'}, {self.event.nbytes:,} bytes)"
 
     def wait(self) -> None:
         """Wait until the result is in place. Raises CommError if it never will be."""
         in_flight.pop(self, None)
-        pending, self.pending = self.pending, ()
-        finish, self.finish = self.finish, None
+        pending, finish, self.pending, self.finish = self.pending, self.finish, (), None
         if not pending and finish is None:
             return
         recorder.mine.advance(self.entry, WAITING)
-        with self._explained("wait"):
-            for work in pending:
-                work.wait()
+        try:
+            with self._named("wait"):
+                for work in pending:
+                    work.wait()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self._explained(error) from error
         if not transport.on:  # shared memory compares the ranks' histories before it moves anything
             self._compare()
         if finish:
@@ -96,21 +105,17 @@ class Work:
                 )
                 raise comm_error(f"refused {self}", self.group, silent=(), headline=headline)
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Name the block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
-        traces of several ranks are matched by this name. Turn torch's error into a CommError that says what every other
-        rank was doing."""
-        event, profiling = self.event, is_profiling()
-        name = f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip() if profiling else ""
-        try:
-            with record_function(name) if profiling else nullcontext():
-                yield
-        except CommError:
-            raise
-        except RuntimeError as error:
-            doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
-            raise comm_error(doing, self.group, f" ({first_line(error)})") from error
+    def _named(self, what: str) -> AbstractContextManager[object]:
+        """Name a block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
+        traces of several ranks are matched by this name."""
+        e = self.event
+        name = f"{what} {e.verb} {e.group}#{self.number} {e.label}" if is_profiling() else ""
+        return record_function(name.rstrip()) if name else UNNAMED
+
+    def _explained(self, error: RuntimeError) -> CommError:
+        """Make an error that says what every other rank was doing from torch's."""
+        doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
+        return comm_error(doing, self.group, f" ({first_line(error)})")
 
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
@@ -156,7 +161,7 @@ def _collective(
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
     past = 0 if alike is None else add_to_history(group, f"{verb} {label} {tensor.dtype} {alike}")
     work = Work(event, group, count(group), past)
-    with work.launching() if group.size() > 1 else nullcontext():
+    with work.launching() if group.size() > 1 else UNNAMED:
         yield work
 
 
