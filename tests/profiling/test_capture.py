@@ -231,6 +231,7 @@ def spawned_case(rank: int, world: int, folder: str, out: str) -> None:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         nn.Linear(2, 2)(torch.ones(1, 2))
+        dist.barrier()  # a rank that left while the other still connects would end both
         dist.destroy_process_group()
 
 
