@@ -17,13 +17,23 @@ from cs336_systems.host import console
 
 
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
-    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper."""
+    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper.
+    Raises UserError for a `build` that cannot be called without arguments, unless `kind` says that it is a wrapper."""
     from cs336_systems.check.candidates import load, load_file
     from cs336_systems.check.shadow import check_reduction
 
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
-    if callable(build) and not signature(build).parameters:
+    parameters = signature(build).parameters.values() if callable(build) else []
+    is_model = callable(build) and not parameters
+    if name == "build" and kind is None:
+        if needed := [each.name for each in parameters if each.default is each.empty]:
+            raise UserError(
+                f"{target} takes {', '.join(needed)}, but a build() of a split model is called without arguments: give "
+                "each a default, or say with --as what kind of wrapper it is"
+            )
+        is_model = callable(build)
+    if is_model and callable(build):
         from cs336_systems.check.types import check_model
 
         return [partial(check_model, build, target)]

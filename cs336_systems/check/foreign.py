@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
+from unittest import mock
 from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
@@ -48,14 +49,9 @@ def collectives() -> dict[str, Callable[..., Any]]:
 @contextmanager
 def late_collectives() -> Iterator[None]:
     """Delay asynchronous collectives of torch.distributed until they are waited for, so that a missing wait shows."""
-    dist, real = import_module("torch.distributed"), collectives()
-    for name, function in real.items():
-        setattr(dist, name, _late(function))
-    try:
+    late: Any = {name: _late(function) for name, function in collectives().items()}
+    with mock.patch.multiple("torch.distributed", **late):
         yield
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 def _late(function: Callable[..., Any]) -> Callable[..., Any]:
