@@ -6,13 +6,12 @@ All but the last are computed; nothing is measured here.
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
 from benchmarks.records import Record, read_records
-from cs336_systems.cost.families import errors_of, families, measured_errors
 from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
 from cs336_systems.cost.notebook.tables import DIFFERENCES
-from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_runs
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.host.text import markdown_row
 
@@ -105,12 +104,11 @@ def stacks_table() -> str:
 def families_table(runs: Sequence[TrainingRun]) -> str:
     """The error of each family, those that constants were fitted to first, and a sentence on all."""
     lines = []
-    for each in families(runs, by_source=True):
-        names = each.name, each.source, each.stack, each.machine, "yes" if each.fitted else "no", str(len(each.runs))
-        out, inside = each.left_out, f"{each.inside:.0%}"
-        lines.append(
-            (*names, f"{out.size:.1%}", f"{out.mean:+.1%}", f"{out.worst:+.1%}", inside, f"{each.errors.size:.1%}")
-        )
+    for (fitted, *names, stack, machine), some in families(runs, by_source=True).items():
+        size, off, worst = summed_up(left_out_errors(some))
+        inside, now = mean(run.in_range for run in some), summed_up(run.error for run in some)[0]
+        cells = f"{size:.1%}", f"{off:+.1%}", f"{worst:+.1%}", f"{inside:.0%}", f"{now:.1%}"
+        lines.append((*names, stack, machine, "yes" if fitted else "no", str(len(some)), *cells))
     columns = (
         "family", "source", "stack", "machine", "fitted", "runs", "error, left out", "mean", "worst", "in range",
         "error, fitted",
@@ -122,11 +120,11 @@ def _together(runs: Sequence[TrainingRun]) -> str:
     """One sentence on those that were fitted, and one on those that were not."""
     said = []
     for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
-        errors = measured_errors([run for run in runs if run.given["fitted"] == fitted])
-        off = errors_of(errors)
+        some = [run for run in runs if run.given["fitted"] == fitted]
+        size, off, worst = summed_up(run.error for run in some)
         said.append(
-            f"{len(errors)} runs {words}: an error of {off.size:.1%} on average, {off.mean:+.1%} with its sign, "
-            f"{off.worst:+.1%} at worst."
+            f"{len(some)} runs {words}: an error of {size:.1%} on average, {off:+.1%} with its sign, "
+            f"{worst:+.1%} at worst."
         )
     unchecked = sum(not run.given["checked"] for run in runs)
     return " ".join([*said, f"{unchecked} of all figures are quoted from memory of the table that is named."])

@@ -25,12 +25,7 @@ RING = ("training", "a layer used twice", "frozen parameters")  # properties tha
 
 
 def grade(
-    name: str,
-    path: Path,
-    ranks: int = 2,
-    timeout: float = 5.0,
-    only: tuple[str, ...] = (),
-    tests: Path | None = None,
+    name: str, path: Path, ranks: int = 2, timeout: float = 5.0, only: tuple[str, ...] = (), tests: Path | None = None
 ) -> Report:
     """Report on a file that was filled in, or, if that is right, on a file of its tests. Raises UserError for a file
     without what is asked."""

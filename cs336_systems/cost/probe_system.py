@@ -93,8 +93,7 @@ def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
             return probe_system(chosen, budget, advance)
     except (RuntimeError, MemoryError) as error:  # of torch, or with the traceback of a rank
         *_, reason = type(error).__name__, *str(error).strip().splitlines()
-        advice = "try again, or predict for another with --system"
-        raise UserError(f"cannot measure this machine: {reason}; {advice}") from None
+        raise UserError(f"cannot measure this machine: {reason}; try again, or name another with --system") from None
 
 
 def probe_system(device: torch.device, budget: float, advance: Callable[[str], None] = lambda note: None) -> System:

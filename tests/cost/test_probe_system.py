@@ -165,7 +165,7 @@ def test_a_probe_that_dies_is_one_line(monkeypatch, capsys):
     assert run_command(main, ["probe", "--device", "cpu"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == (
-        "error: cannot measure this machine: ValueError: no such file; try again, or predict for another with --system"
+        "error: cannot measure this machine: ValueError: no such file; try again, or name another with --system"
     )
 
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cs336_systems.cost.template import fill, kept_lines, read_template, unit_text
+from cs336_systems.cost.template import fill, kept_lines, read_template
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -54,7 +54,7 @@ def print_page(
     `# ` begins a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `. These
     signs count in the template alone, since a model's file may have a name that begins with one."""
     number, template = count(1), read_template(name)
-    for sign, line in zip(kept_lines(template, values), fill(template, values, unit_text), strict=True):
+    for sign, line in zip(kept_lines(template, values), fill(template, values), strict=True):
         named = sign.startswith("[")
         part = parts[line[1:-1]] if named else line[2:] if sign.startswith("> ") else line
         if sign.startswith("# "):

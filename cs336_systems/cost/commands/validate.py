@@ -11,10 +11,18 @@ from rich.console import Console
 from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.commands.settings import FILE
 from cs336_systems.cost.domain import time_range, warnings
-from cs336_systems.cost.families import errors_of, families, in_range, measured_errors
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, REQUIRED, TrainingRun, read_runs
+from cs336_systems.cost.runs import (
+    DEFAULTS,
+    PUBLISHED,
+    REQUIRED,
+    TrainingRun,
+    families,
+    left_out_errors,
+    read_runs,
+    summed_up,
+)
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -89,21 +97,23 @@ def _total(name: str, runs: list[TrainingRun]) -> str:
     measured = [run for run in runs if run.error is not None]
     if not measured:
         return f"{name}: nothing was measured, so nothing is compared"
-    off, inside = errors_of(measured_errors(measured)), mean(map(in_range, measured))
+    size, off, worst = summed_up(run.error for run in measured)
     return (
-        f"{name}: {len(measured)} measured, error {off.size:.1%} on average, {off.worst:+.1%} at worst, "
-        f"{off.mean:+.1%} with its sign; {inside:.0%} in range"
+        f"{name}: {len(measured)} measured, error {size:.1%} on average, {worst:+.1%} at worst, {off:+.1%} with its "
+        f"sign; {mean(run.in_range for run in measured):.0%} in range"
     )
 
 
 def _print_families(screen: Console, runs: list[TrainingRun]) -> None:
     """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
     lines: list[list[str] | None] = []
-    for fitted, some in groupby(families(runs), key=lambda each: each.fitted):
-        for each in some:
-            off, out, names = each.errors, each.left_out, [each.name, each.stack, each.machine, str(len(each.runs))]
-            shown = [f"{off.size:.1%}", f"{off.mean:+.1%}", f"{off.worst:+.1%}", f"{each.inside:.0%}"]
-            lines.append([*names, "yes" if fitted else "no", *shown, f"{out.size:.1%}", f"{out.worst:+.1%}"])
+    for fitted, group in groupby(families(runs).items(), key=lambda each: each[0][0]):
+        for (_, family, _, stack, machine), some in group:
+            size, off, worst = summed_up(run.error for run in some)
+            shown = [f"{size:.1%}", f"{off:+.1%}", f"{worst:+.1%}", f"{mean(run.in_range for run in some):.0%}"]
+            size, _, worst = summed_up(left_out_errors(some))
+            names = [family, stack, machine, str(len(some)), "yes" if fitted else "no"]
+            lines.append([*names, *shown, f"{size:.1%}", f"{worst:+.1%}"])
         lines.append(None)
     errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
     columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]
