@@ -66,10 +66,10 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def count_collectives(counts: list[int], elements: bool = False) -> None:
-    """Count into the first of `counts`, from now on in this process, the all-reduces and reduce-scatters of
-    torch.distributed that are launched, or the elements of all tensors that any collective or message is given."""
-    dist = import_module("torch.distributed")
+def count_collectives(elements: bool = False) -> list[int]:
+    """Count, from now on in this process, the all-reduces and reduce-scatters of torch.distributed that are launched,
+    or the elements of all tensors that any collective or message is given. The count is the only item of the list."""
+    dist, counts = import_module("torch.distributed"), [0]
 
     def size(given: Any) -> int:
         return sum(map(size, given)) if isinstance(given, list | tuple) else getattr(given, "numel", int)()
@@ -84,6 +84,7 @@ def count_collectives(counts: list[int], elements: bool = False) -> None:
 
     for name in (*collectives(), *MESSAGES) if elements else [each for each in collectives() if "reduce" in each]:
         setattr(dist, name, counted(getattr(dist, name)))
+    return counts
 
 
 def exchange(piece: Any, into: Any) -> None:

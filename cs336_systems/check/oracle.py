@@ -115,10 +115,10 @@ class ObservedRun(Run):
 def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] = ()) -> None:
     """Run a program on replicas; where it yields, each gradient becomes the mean over them, or the sum weighted by the
     replicas' shares of the batch."""
+    observed = [run for run in runs if isinstance(run, ObservedRun)]
     for _ in zip_longest(*(program(run) for run in runs)):
-        for run in runs:
-            if isinstance(run, ObservedRun):
-                run.note("local", run.side.gradients())
+        for run in observed:
+            run.note("local", run.side.gradients())
         for same in zip(*(run.model.parameters() for run in runs), strict=True):
             weights = shares or [1.0] * len(same)
             ours = [p.grad if not shares else p.grad * weight * len(same)
@@ -126,9 +126,8 @@ def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] 
             mean = sum(ours[1:], ours[0]) / len(same) if ours else None
             for p in same:
                 p.grad = None if mean is None else mean.clone()
-        for run in runs:
-            if isinstance(run, ObservedRun):
-                run.note("gradient", run.side.gradients())
+        for run in observed:
+            run.note("gradient", run.side.gradients())
 
 
 def reference(case: Any, world: int) -> list[Notes]:
