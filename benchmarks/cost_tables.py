@@ -3,23 +3,18 @@
 All but the last are computed; nothing is measured here.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
 from cs336_systems.cost.notebook.tables import DIFFERENCES
-from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.text import markdown_row
 
-Row = dict[str, Any]  # of the published runs
 OWN = ("kort22", "mlm2020")
 MEANING = {
     "product": "of the attainable rate that large products reach in a run",
@@ -38,17 +33,13 @@ MEANING = {
 
 def cost_tables(results: Path) -> list[str]:
     """Every table, as Markdown."""
-    rows = json.loads(PUBLISHED.read_text())
-    runs = {row["id"]: read_run(row) for row in rows}
+    runs = read_runs(PUBLISHED)
     parts = [
         ("Machines", machines_table()),
         ("Constants", constants_table()),
         ("Stacks", stacks_table()),
-        ("Published runs, by family", families_table(rows, runs)),
-        (
-            "Those of 2020 and of Korthikanti, one by one",
-            runs_table([row for row in rows if row["id"].startswith(OWN)], runs),
-        ),
+        ("Published runs, by family", families_table(runs)),
+        ("Those of 2020 and of Korthikanti, one by one", runs_table([run for run in runs if run.id.startswith(OWN)])),
         ("Predicted and measured by this project's own benchmarks", own_table(results)),
         ("What the notebook has otherwise", notebook_table()),
     ]
@@ -110,55 +101,41 @@ def stacks_table() -> str:
     return markdown(("stack", "what it is", "constants of its own", "memory", "time, range", "memory, range"), rows, 4)
 
 
-def off(run: TrainingRun) -> float:
-    """Predicted over measured, less one."""
-    assert run.seconds is not None, f"{run.id} was not measured"
-    return step_time(run.config, run.plan, run.seq, run.system).total / run.seconds - 1
-
-
-def families_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
-    """The error of each family; those that constants were fitted to first. Left out: by constants that were fitted
-    without the family, or where a stack has few, without the model."""
-    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
-    found: dict[tuple[bool, str, str, str, str], list[tuple[float, float, bool]]] = {}
-    for row in rows:
-        run = runs[row["id"]]
-        key = (not row["fitted"], row["family"], row["source"], run.plan.stack, run.system.name)
-        low, high = time_range(run.step())
-        found.setdefault(key, []).append((off(run), 1 / ratios[run.id] - 1, low <= row["t_iter_s"] <= high))
+def families_table(runs: Sequence[TrainingRun]) -> str:
+    """The error of each family, those that constants were fitted to first, and a sentence on all."""
     lines = []
-    for (new, family, source, stack, machine), runs_of in sorted(found.items(), key=lambda each: each[0][0]):
-        errors, out, inside = zip(*runs_of, strict=True)
-        names = family, source, stack, machine, "no" if new else "yes", str(len(errors))
-        cells = f"{mean(map(abs, out)):.1%}", f"{mean(out):+.1%}", f"{max(out, key=abs):+.1%}", f"{mean(inside):.0%}"
-        lines.append((*names, *cells, f"{mean(map(abs, errors)):.1%}"))
+    for (fitted, *names, stack, machine), some in families(runs, by_source=True).items():
+        size, off, worst = summed_up(left_out_errors(some))
+        inside, now = mean(run.in_range for run in some), summed_up(run.error for run in some)[0]
+        cells = f"{size:.1%}", f"{off:+.1%}", f"{worst:+.1%}", f"{inside:.0%}", f"{now:.1%}"
+        lines.append((*names, stack, machine, "yes" if fitted else "no", str(len(some)), *cells))
     columns = (
         "family", "source", "stack", "machine", "fitted", "runs", "error, left out", "mean", "worst", "in range",
         "error, fitted",
     )  # fmt: skip
-    return "\n\n".join([markdown(columns, lines, 6), _together(rows, runs)])
+    return "\n\n".join([markdown(columns, lines, 6), _together(runs)])
 
 
-def _together(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
+def _together(runs: Sequence[TrainingRun]) -> str:
     """One sentence on those that were fitted, and one on those that were not."""
     said = []
     for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
-        errors = [off(runs[row["id"]]) for row in rows if row["fitted"] == fitted]
+        some = [run for run in runs if run.given["fitted"] == fitted]
+        size, off, worst = summed_up(run.error for run in some)
         said.append(
-            f"{len(errors)} runs {words}: an error of {mean(map(abs, errors)):.1%} on average, {mean(errors):+.1%} "
-            f"with its sign, {max(errors, key=abs):+.1%} at worst."
+            f"{len(some)} runs {words}: an error of {size:.1%} on average, {off:+.1%} with its sign, "
+            f"{worst:+.1%} at worst."
         )
-    unchecked = sum(not row["checked"] for row in rows)
+    unchecked = sum(not run.given["checked"] for run in runs)
     return " ".join([*said, f"{unchecked} of all figures are quoted from memory of the table that is named."])
 
 
-def runs_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
+def runs_table(runs: Sequence[TrainingRun]) -> str:
     """Predicted and measured seconds of some runs."""
     lines = []
-    for row in rows:
-        run = runs[row["id"]]
-        step = step_time(run.config, run.plan, run.seq, run.system)
-        cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{off(run):+.1%}", f"{step.mfu:.1%}"
+    for run in runs:
+        step = run.step()
+        cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{run.error:+.1%}", f"{step.mfu:.1%}"
         lines.append((run.id, f"{run.plan.ranks} {run.system.name}", *cells))
     return markdown(("run", "machines", "measured s", "predicted s", "error", "MFU"), lines, 4)
 

@@ -17,34 +17,43 @@ from cs336_systems.host import console
 
 
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
-    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper."""
+    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper.
+    Raises UserError for a `build` that cannot be called without arguments, unless `kind` says that it is a wrapper."""
     from cs336_systems.check.candidates import load, load_file
     from cs336_systems.check.shadow import check_reduction
 
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
-    if callable(build) and not signature(build).parameters:
+    parameters = signature(build).parameters.values() if callable(build) else []
+    is_model = callable(build) and not parameters
+    if name == "build" and kind is None:
+        if needed := [each.name for each in parameters if each.default is each.empty]:
+            raise UserError(
+                f"{target} takes {', '.join(needed)}, but a build() of a split model is called without arguments: give "
+                "each a default, or say with --as what kind of wrapper it is"
+            )
+        is_model = callable(build)
+    if is_model and callable(build):
         from cs336_systems.check.types import check_model
 
         return [partial(check_model, build, target)]
     return [partial(check_reduction, each) for each in load(target, kind)[0]]
 
 
-def number_checks(target: str, kind: str | None, only: tuple[str, ...], **options: Any) -> list[Callable[[], Any]]:
-    """Comparisons of candidates with one process."""
+def number_checks(
+    target: str, kind: str | None, only: tuple[str, ...], exercise: str | None, tests: str | None, **options: Any
+) -> list[Callable[[], Any]]:
+    """Comparisons of candidates with one process, or the grading of an exercise."""
+    if exercise:
+        find_exercise(exercise)
+        from cs336_systems.check.exercises import grade
+
+        return [partial(grade, exercise, Path(target), tests=Path(tests) if tests else None, **options)]
     from cs336_systems.check.candidates import load
     from cs336_systems.check.report import check
 
     candidates, build = load(target, kind)
     return [partial(check, each, build, only=only, **options) for each in candidates]
-
-
-def exercise_checks(name: str, target: str, tests: str | None, **options: Any) -> list[Callable[[], Any]]:
-    """The grading of an exercise."""
-    find_exercise(name)
-    from cs336_systems.check.exercises import grade
-
-    return [partial(grade, name, Path(target), tests=Path(tests) if tests else None, **options)]
 
 
 @click.command()
@@ -98,10 +107,8 @@ def main(
         if ignored := [name for name, value in given.items() if value]:
             raise UserError(f"--types has checks of its own, on {TYPED_RANKS} ranks: drop {' and '.join(ignored)}")
         checks = type_checks(target, kind)
-    elif exercise:
-        checks = exercise_checks(exercise, target, tests, ranks=ranks, timeout=timeout)
     else:
-        checks = number_checks(target, kind, only, ranks=ranks, timeout=timeout)
+        checks = number_checks(target, kind, only, exercise, tests, ranks=ranks, timeout=timeout)
     codes = []
     for each in checks:
         start = time.monotonic()

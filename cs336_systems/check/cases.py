@@ -79,7 +79,7 @@ def other_rate(run: Any) -> Any:
     yield from training(run)
 
 
-def change(run: Any, action: Callable[[Any], object]) -> Any:
+def change(action: Callable[[Any], object], run: Any) -> Any:
     """Apply a change on all ranks after the first step."""
     yield from run.train(0)
     action(run)
@@ -222,10 +222,11 @@ class Case:
 
 
 FIRST = Case("training", kinds=KINDS, seeds=True)
+weak = partial(Case, kinds=DP, must=False, page=WRONG)  # a usage that one process allows
 CASES = (
     FIRST,
     Case("waits for what it launches", kinds=KINDS, slow=True),
-    Case("buffers", prepare=offset, seeds=True, kinds=("ddp",), must=False, page=WRONG),
+    weak("buffers", prepare=offset, seeds=True, kinds=("ddp",)),
     Case("tied weights", make=partial(Net, shared=False, scalar=False)),
     Case("a layer used twice", make=partial(Net, tied=False, scalar=False)),
     Case("a parameter without axes", make=partial(Net, tied=False, shared=False)),
@@ -240,20 +241,17 @@ CASES = (
     Case("clipping by the norm", clipped, kinds=DP, tolerance=BOUND + 1e-6 / LIMIT),
     Case("state saved and loaded", reload, kinds=MODULES),
     Case("unequal parts of the batch", kinds=("step",), part=uneven),
-    Case("unequal parts of the batch", kinds=DP, part=uneven, must=False, page=WRONG),
+    weak("unequal parts of the batch", part=uneven),
     Case("seeds that differ by rank", kinds=("fsdp",), must=False, seeds=True),
-    Case("a backward that fails, and again", retry, kinds=DP, must=False, page=WRONG),
-    Case("two forwards, two backwards", partial(twice, graphs=2), kinds=DP, must=False, page=WRONG),
-    Case("two backwards of one graph", partial(twice, graphs=1), kinds=DP, must=False, page=WRONG),
-    Case("the bare module called", bare, kinds=("ddp",), must=False, page=WRONG),
-    Case("frozen later", partial(change, action=lambda run: freeze(run.side.module, 0)), kinds=DP, must=False,
-         page=WRONG),
-    Case("unfrozen later", partial(change, action=lambda run: run.side.module.optional.requires_grad_(True)),
-         prepare=freeze, kinds=DP, must=False, page=WRONG),
-    Case("a parameter replaced", partial(change, action=replace_last), kinds=DP, must=False, page=WRONG),
-    Case("cast after wrapping", partial(change, action=lambda run: run.side.module.float()), kinds=("ddp",), must=False,
-         page=WRONG),
-    Case("layers in another order on one rank", prepare=reorder, kinds=DP, must=False, error=True, page=WRONG),
-    Case("another learning rate on one rank", other_rate, kinds=MODULES, must=False, error=True, page=WRONG),
+    weak("a backward that fails, and again", retry),
+    weak("two forwards, two backwards", partial(twice, graphs=2)),
+    weak("two backwards of one graph", partial(twice, graphs=1)),
+    weak("the bare module called", bare, kinds=("ddp",)),
+    weak("frozen later", partial(change, lambda run: freeze(run.side.module, 0))),
+    weak("unfrozen later", partial(change, lambda run: run.side.module.optional.requires_grad_(True)), prepare=freeze),
+    weak("a parameter replaced", partial(change, replace_last)),
+    weak("cast after wrapping", partial(change, lambda run: run.side.module.float()), kinds=("ddp",)),
+    weak("layers in another order on one rank", prepare=reorder, error=True),
+    weak("another learning rate on one rank", other_rate, kinds=MODULES, error=True),
     Case("a rank that dies", die, kinds=ALL, must=False, error=True, page=DIED),
 )  # fmt: skip

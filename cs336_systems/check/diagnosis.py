@@ -226,16 +226,9 @@ def moment(wrong: Wrong) -> tuple[int, int]:
     return wrong.key[0], ("buffer", "loss", "gradient", "norm", "weight").index(wrong.key[1])
 
 
-class Diagnosis(NamedTuple):
-    """The cause, one sentence, and the page that explains it."""
-
-    cause: str
-    says: str
-    page: str
-
-
-def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
-    """Find the invariant that fails, the first place and the error, from the wrong tensors of one kind and step."""
+def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:
+    """The cause, a sentence with the first place, the error and the invariant that fails, and the page that explains
+    it, from the wrong tensors of one kind and step."""
     sent = [each for each in found if each.cause == "another rank's"]  # which to that rank itself is its own
     first = (sent or found)[0]
     (step, kind, name), cause = found[0].key, first.cause
@@ -260,4 +253,4 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
         extent += f" ({', '.join(f'{count} {each}' for each, count in causes.most_common(3))})"
     off = f", off by {first.error:.2g}" if first.error < float("inf") else ""
     says = f"{where[0].upper()}{where[1:]} is {what}{detail}{off}{extent}. Invariant: {invariant}."
-    return Diagnosis(cause, says, page)
+    return cause, says, page

@@ -25,12 +25,7 @@ RING = ("training", "a layer used twice", "frozen parameters")  # properties tha
 
 
 def grade(
-    name: str,
-    path: Path,
-    ranks: int = 2,
-    timeout: float = 5.0,
-    only: tuple[str, ...] = (),
-    tests: Path | None = None,
+    name: str, path: Path, ranks: int = 2, timeout: float = 5.0, only: tuple[str, ...] = (), tests: Path | None = None
 ) -> Report:
     """Report on a file that was filled in, or, if that is right, on a file of its tests. Raises UserError for a file
     without what is asked."""
@@ -95,7 +90,7 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
     """Hold a candidate to its share of the optimizer's state (`state`) and of the memory of what each parameter has
     between steps (`keeps`, .data or .grad; a view counts as much as what it is a view of), and to numbers of
     collectives: before the end of backward (`early`) and in the whole step (`most`)."""
-    share, total, counts = 0, 0, [0]
+    share, total, counts = 0, 0, list[int]()
 
     def hold(what: str, elements: int) -> None:
         if elements > share:
@@ -108,7 +103,7 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
         hold(f".{asked['keeps']}", sum(stores.values()))
 
     def build(module: nn.Module, cls: Any, *rest: Any) -> Any:
-        nonlocal share, total
+        nonlocal share, total, counts
         sizes = [p.numel() for p in module.parameters()]
         share, total = sum(sizes) // ranks + max(sizes), sum(sizes)
 
@@ -120,7 +115,7 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
         built = chosen.build(module, Counted if "state" in asked else cls, *rest)
         if "keeps" in asked:
             hold_memory(*built)
-        count_collectives(counts)
+        counts = count_collectives()
         return built
 
     def finish(model: Any, optimizer: Any) -> None:

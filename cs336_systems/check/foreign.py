@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
+from unittest import mock
 from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
@@ -48,14 +49,9 @@ def collectives() -> dict[str, Callable[..., Any]]:
 @contextmanager
 def late_collectives() -> Iterator[None]:
     """Delay asynchronous collectives of torch.distributed until they are waited for, so that a missing wait shows."""
-    dist, real = import_module("torch.distributed"), collectives()
-    for name, function in real.items():
-        setattr(dist, name, _late(function))
-    try:
+    late: Any = {name: _late(function) for name, function in collectives().items()}
+    with mock.patch.multiple("torch.distributed", **late):
         yield
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 def _late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,10 +66,10 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def count_collectives(counts: list[int], elements: bool = False) -> None:
-    """Count into the first of `counts`, from now on in this process, the all-reduces and reduce-scatters of
-    torch.distributed that are launched, or the elements of all tensors that any collective or message is given."""
-    dist = import_module("torch.distributed")
+def count_collectives(elements: bool = False) -> list[int]:
+    """Count, from now on in this process, the all-reduces and reduce-scatters of torch.distributed that are launched,
+    or the elements of all tensors that any collective or message is given. The count is the only item of the list."""
+    dist, counts = import_module("torch.distributed"), [0]
 
     def size(given: Any) -> int:
         return sum(map(size, given)) if isinstance(given, list | tuple) else getattr(given, "numel", int)()
@@ -88,6 +84,7 @@ def count_collectives(counts: list[int], elements: bool = False) -> None:
 
     for name in (*collectives(), *MESSAGES) if elements else [each for each in collectives() if "reduce" in each]:
         setattr(dist, name, counted(getattr(dist, name)))
+    return counts
 
 
 def exchange(piece: Any, into: Any) -> None:

@@ -113,9 +113,7 @@ def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = Fal
     (3 * want).backward()
     assert logits.grad is not None
     mine = logits.detach().chunk(world, 1)[rank].clone().requires_grad_()
-    counts = [0]
-    if counted:
-        count_collectives(counts, elements=True)
+    counts = count_collectives(elements=True) if counted else [0]
     loss = module.vocabulary_loss(mine, targets)
     (3 * loss).backward()
     near("the loss", loss, want, scale)
@@ -134,9 +132,7 @@ def _attention(module: ModuleType, group: Group, scale: float = 1.0, counted: bo
     want = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True)
     (want * weight).sum().backward()
     mine = [each.detach().chunk(world, 1)[rank].clone().requires_grad_() for each in whole]
-    counts = [0]
-    if counted:
-        count_collectives(counts, elements=True)
+    counts = count_collectives(elements=True) if counted else [0]
     y = module.ring_attention(*mine, exchange, rank, world)
     near("the output", y, want.chunk(world, 1)[rank], scale)
     (y * weight.chunk(world, 1)[rank]).sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from cs336_systems.check.models import Program, Replica, Run
 
@@ -39,12 +40,11 @@ class Notes:
 
 
 class Side:
-    """Access to a rank's whole weights and whole gradients, by the bare module's names."""
+    """Access to a rank's whole weights and whole gradients, by the bare module's names; `traced`: each backward pass's
+    own gradients are noted, too."""
 
-    traced = False  # a note of each backward pass's own gradients
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, traced: bool = False) -> None:
+        self.module, self.traced = module, traced
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.module.named_parameters()}
@@ -103,9 +103,8 @@ class ObservedRun(Run):
 
     def save(self) -> tuple[dict[str, Any], Any]:
         whole = getattr(self.model, "gather_full_params", self.model.state_dict)()
-        copied = {name: value.detach().clone() for name, value in whole.items()}
-        state = self.side.optimizer_state(self.optimizer)
-        return copied, _copied(state)
+        state = whole, self.side.optimizer_state(self.optimizer)
+        return tree_map_only(Tensor, lambda value: value.detach().clone(), state)
 
     def load(self, saved: tuple[dict[str, Any], Any]) -> None:
         inner = hasattr(self.model, "gather_full_params")
@@ -113,22 +112,13 @@ class ObservedRun(Run):
         self.optimizer.load_state_dict(saved[1])
 
 
-def _copied(state: Any) -> Any:
-    """State of nested dictionaries and lists, its tensors cloned."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copied(value) for value in state]
-    return state.detach().clone() if isinstance(state, Tensor) else state
-
-
 def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] = ()) -> None:
     """Run a program on replicas; where it yields, each gradient becomes the mean over them, or the sum weighted by the
     replicas' shares of the batch."""
+    observed = [run for run in runs if isinstance(run, ObservedRun)]
     for _ in zip_longest(*(program(run) for run in runs)):
-        for run in runs:
-            if isinstance(run, ObservedRun):
-                run.note("local", run.side.gradients())
+        for run in observed:
+            run.note("local", run.side.gradients())
         for same in zip(*(run.model.parameters() for run in runs), strict=True):
             weights = shares or [1.0] * len(same)
             ours = [p.grad if not shares else p.grad * weight * len(same)
@@ -136,15 +126,8 @@ def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] 
             mean = sum(ours[1:], ours[0]) / len(same) if ours else None
             for p in same:
                 p.grad = None if mean is None else mean.clone()
-        for run in runs:
-            if isinstance(run, ObservedRun):
-                run.note("gradient", run.side.gradients())
-
-
-class TracedSide(Side):
-    """The reference's own side."""
-
-    traced = True
+        for run in observed:
+            run.note("gradient", run.side.gradients())
 
 
 def reference(case: Any, world: int) -> list[Notes]:
@@ -153,7 +136,9 @@ def reference(case: Any, world: int) -> list[Notes]:
     runs = []
     for rank, module in enumerate(modules):
         model = Replica(module)
-        run = ObservedRun(model, case.cls(model.parameters(), **case.options), rank, world, side=TracedSide(module))
+        run = ObservedRun(
+            model, case.cls(model.parameters(), **case.options), rank, world, side=Side(module, traced=True)
+        )
         case.adapt(run)
         run.note("buffer", dict(module.named_buffers()), step=-1)
         run.note("weight", run.side.weights(), step=-1)

@@ -81,6 +81,11 @@ class System:
         """FLOP/s of large GEMMs on numbers of so many bytes."""
         return self.peak(number) * (self.narrow_attainable if number == 1 else self.attainable)
 
+    def check_fp8(self, fp8: bool) -> None:
+        """Raises UserError for FP8 on a machine without 8-bit GEMMs."""
+        if fp8 and not self.narrow_flops:
+            raise UserError(f"{self.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
+
     @property
     def memory_rate(self) -> float:
         """Bytes/s of its memory that are reached."""
@@ -110,12 +115,6 @@ def system_preset(name: str) -> System:
         known = ", ".join(each.name for each in SYSTEMS.values())
         raise UserError(f"no machine is called {name!r}: choose from {known}")
     return SYSTEMS[name.lower()]
-
-
-def check_fp8(fp8: bool, system: System) -> None:
-    """Raises UserError for FP8 on a machine without 8-bit GEMMs."""
-    if fp8 and not system.narrow_flops:
-        raise UserError(f"{system.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
 
 
 CHANGES = ("peak", "bandwidth", "memory", "power", "node", "link", "network", "reserve")

@@ -27,6 +27,7 @@ from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import SECONDS, System
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.probe import best_seconds, first_touch_seconds, launch_seconds
+from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import available_memory, choose_device, device_name
 from cs336_systems.traffic import sent
@@ -87,8 +88,12 @@ def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
 def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
     """Measure this machine in about `budget` seconds, with progress on stderr. Raises UserError if it cannot be."""
     chosen = choose_device(device)
-    with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
-        return probe_system(chosen, budget, advance)
+    try:
+        with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
+            return probe_system(chosen, budget, advance)
+    except (RuntimeError, MemoryError) as error:  # of torch, or with the traceback of a rank
+        *_, reason = type(error).__name__, *str(error).strip().splitlines()
+        raise UserError(f"cannot measure this machine: {reason}; try again, or name another with --system") from None
 
 
 def probe_system(device: torch.device, budget: float, advance: Callable[[str], None] = lambda note: None) -> System:

@@ -5,22 +5,17 @@ say what they chose. People write `"8"` for 8, 1 for true and `Selective` for se
 A value that cannot be read counts as absent, and a note says so.
 """
 
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from cs336_systems.cost.machines import (
-    DEFAULT_SYSTEM,
-    Constants,
-    System,
-    check_fp8,
-    nearest_system,
-    read_json,
-    system_preset,
-)
+from cs336_systems.cost.domain import time_range
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, nearest_system, read_json, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import wider
@@ -132,6 +127,12 @@ class TrainingRun:
         """Predicted over measured seconds, less one; None where nobody measured."""
         return self.step().total / self.seconds - 1 if self.seconds else None
 
+    @property
+    def in_range(self) -> bool:
+        """True if the measured time lies in the predicted range."""
+        low, high = time_range(self.step())
+        return self.seconds is not None and low <= self.seconds <= high
+
 
 def read_runs(path: Path) -> list[TrainingRun]:
     """Read a list of runs in JSON. Raises UserError, naming file and run, for what cannot be read or run."""
@@ -147,13 +148,38 @@ def read_runs(path: Path) -> list[TrainingRun]:
     return [read_run(row, f"run {number}") for number, row in enumerate(rows, 1)]
 
 
+Family = tuple[bool, str, str, str, str]  # fitted, family, source, stack, machine
+
+
+def families(runs: Iterable[TrainingRun], by_source: bool = False) -> dict[Family, list[TrainingRun]]:
+    """Published runs by family, those that constants were fitted to first. One with several sources is one family, and
+    its source empty, unless `by_source`."""
+    found: dict[Family, list[TrainingRun]] = {}
+    for run in sorted(runs, key=lambda run: not run.given["fitted"]):
+        named = run.given["family"], run.given["source"] if by_source else ""
+        found.setdefault((run.given["fitted"], *named, run.plan.stack, run.system.name), []).append(run)
+    return found
+
+
+def left_out_errors(runs: Iterable[TrainingRun]) -> list[float]:
+    """Errors of published runs by constants of a fit without their family or, where a stack has few, their model."""
+    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    return [1 / ratios[run.id] - 1 for run in runs]
+
+
+def summed_up(errors: Iterable[float | None]) -> tuple[float, float, float]:
+    """(mean size, mean, worst) of the errors of some runs, without those that nobody measured."""
+    found = [each for each in errors if each is not None]
+    return mean(map(abs, found)), mean(found), max(found, key=abs)
+
+
 def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
     """Read one run from its keys. Raises UserError, naming the run, for a missing key and for what does not divide."""
     name = str(given.get("id") or name)
     try:
         row, notes = tidy(given)
         system = _system(row, notes)
-        check_fp8(row.get("fp8", False), system)
+        system.check_fp8(row.get("fp8", False))
         stack = STACKS[row.get("stack", usual_stack(row.get("zero", 0)))]
         system, config = stack.on(system), _config(row, system).override(kernels=stack.kernels)
         plan, seq = _plan(row, config, system, stack), config.context_length

@@ -39,16 +39,22 @@ def kept_lines(template: str, values: Mapping[str, Any]) -> Iterator[str]:
             yield line
 
 
-def fill(template: str, values: Mapping[str, Any], number: Number) -> Iterator[str]:
+def unit_text(value: Any, unit: str) -> str:
+    """A number as text: units are s, b (bytes), n (counted), p (parameters), or a format of Python's."""
+    ways = {"s": format_seconds, "b": format_bytes, "n": format_count, "p": lambda each: format_count(each, "B")}
+    return format(value, unit) if isinstance(value, str) or unit not in ways else ways[unit](value)
+
+
+def fill(template: str, values: Mapping[str, Any], number: Number = unit_text) -> Iterator[str]:
     """Lines of a template with their values, `number(value, unit)` as text."""
     return (_Filled(number).vformat(line, (), values) for line in kept_lines(template, values))
 
 
+def read_template(name: str) -> str:
+    """The text of `templates/NAME.txt`."""
+    return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
+
+
 def fill_file(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Lines of `templates/NAME.txt`: units are s, b (bytes), n (counted), p (parameters), or a format of Python's."""
-    return list(fill((Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8"), values, _text))
-
-
-def _text(value: Any, unit: str) -> str:
-    ways = {"s": format_seconds, "b": format_bytes, "n": format_count, "p": lambda each: format_count(each, "B")}
-    return format(value, unit) if isinstance(value, str) or unit not in ways else ways[unit](value)
+    """Lines of `templates/NAME.txt` with their values."""
+    return list(fill(read_template(name), values))

@@ -224,7 +224,7 @@ def options(*settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any
             choice = click.Choice([str(choice) for choice in get_args(hint)])
             kinds: dict[Any, Any] = {bool: {"is_flag": True}, tuple: {"multiple": True}, Literal: {"type": choice}}
             extra = kinds.get(get_origin(hint) or hint, {"type": hint, "callback": finite}) | each.metadata["option"]
-            show = each.default not in (None, ()) and hint is not bool
+            show = each.default not in (None, ()) and hint is not bool and "[default: " not in extra["help"]
             flags = [flag(each.name), *extra.pop("also", ())]
             flags[-1] += f"/{extra.pop('off')}" if "off" in extra else ""
             function = click.option(*flags, each.name, default=each.default, show_default=show, **extra)(function)

@@ -215,6 +215,15 @@ def test_the_command_line(tmp_path):
         assert (done.exit_code, said in done.output) == (code, True), done.output
 
 
+def test_a_build_with_parameters_is_called_by_their_defaults_or_refused(tmp_path):
+    for parameters, code, said in (("size=64", 0, "accepted"), ("size, group=None", 1, "takes size, but a build() of")):
+        (tmp_path / "layer.py").write_text(
+            USERS.format("pairs.copy(x, default_group())").replace("build()", f"build({parameters})")
+        )
+        done = CliRunner().invoke(main, [f"{tmp_path}/layer.py:build", "--types"])
+        assert (done.exit_code, said in done.output + str(done.exception)) == (code, True), done.output
+
+
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types.checker", None)
     with pytest.raises(UserError, match=r"pip install 'cs336-systems\[types\]'"):

@@ -262,11 +262,19 @@ def test_help_lists_every_command_without_torch():
     assert Counter(cli.COMMANDS) - Counter(names) == Counter()
 
 
-def test_a_model_of_any_name(tmp_path, run, monkeypatch):
-    """The page of a search has a part that is called so."""
+@pytest.mark.parametrize("name", ["[best].json", "# best.json", "> best.json"])
+def test_a_model_of_any_name(tmp_path, run, monkeypatch, name):
+    """The page of a search has a part that is called so, and lines that begin with these signs."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "n_positions": 32}
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "[best].json").write_text(json.dumps(sizes))
-    status, out, _ = run("search", "--size", "[best].json", "--gpus", "1", "--batch-size", "1")
+    (tmp_path / name).write_text(json.dumps(sizes))
+    status, out, _ = run("search", "--size", name, "--gpus", "1", "--batch-size", "1")
     assert status == 0
-    assert out.startswith("[best].json: 144 k parameters, on 1 x A100-80GB")
+    assert out.startswith(f"{name}: 144 k parameters, on 1 x A100-80GB")
+
+
+def test_a_default_is_printed_once(run):
+    status, out, _ = run("step", "--help")
+    assert status == 0
+    for text in re.split(r"\n  --", out):
+        assert text.count("[default:") <= 1, text

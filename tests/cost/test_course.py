@@ -478,6 +478,12 @@ def test_what_makes_no_sense_is_refused(name, numbers, words):
     assert words in str(error.value)
 
 
+def test_a_small_sum_keeps_its_digits():
+    texts = question("accumulation", x=1e-7).texts
+    assert (texts["exact"], texts["half_half"]) == ("0.0001", "0.0001192")
+    assert question("accumulation").texts["half_half"] == "9.9531"
+
+
 def test_numbers_of_a_command_line():
     assert parse_numbers(["N=16", "S=2e9", "size=xl"]) == {"N": 16.0, "S": 2e9, "size": "xl"}
     assert question("rings", **parse_numbers(["N=16"])).numbers["ratio"] == 8

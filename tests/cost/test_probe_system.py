@@ -156,6 +156,19 @@ def test_a_device_that_is_not_there_is_said_before_measuring(monkeypatch, capsys
     assert "error: --device cuda, but torch finds no CUDA device here" in capsys.readouterr().err
 
 
+def fail_on_a_rank(*given):
+    raise RuntimeError("rank 1 ended with exit code 1\nTraceback (most recent call last):\nValueError: no such file\n")
+
+
+def test_a_probe_that_dies_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(probing, "run_ranks", fail_on_a_rank)
+    assert run_command(main, ["probe", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == (
+        "error: cannot measure this machine: ValueError: no such file; try again, or name another with --system"
+    )
+
+
 def probe_case(rank: int, world: int, folder: str, out: str) -> None:
     """In a process of its own, for ranks are forked from one that has run no tensor code."""
     probing.CPU_SIZES, probing.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16

@@ -8,8 +8,8 @@ import pytest
 from cs336_systems.cost import probe_system
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import plot
-from cs336_systems.cost.commands.search import SearchOptions, command
-from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions
+from cs336_systems.cost.commands.search import command
+from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.machines import CONSTANTS, system_preset, write_json
 from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search

@@ -11,7 +11,7 @@ from cs336_systems.cost.commands.request import Request
 from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
-from cs336_systems.cost.rank import Collective, Kernel, Operator
+from cs336_systems.cost.rank import Collective
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
@@ -37,13 +37,6 @@ class Derivation:
         sent = {"forward": [each.sent for each in operators], "backward": [each.returned for each in operators]}
         sent["recompute"] = [part.sent_again]
         return {way: Counter(one for many in each for one in many if one.axis == axis) for way, each in sent.items()}
-
-    def largest_product(self) -> tuple[Operator, Kernel]:
-        """The product with the most FLOPs in a block; on a stage without blocks, in the embedding or head."""
-        blocks = [part for part in self.parts if part.group in ("dense", "sparse")]
-        operators = [each.operator for part in blocks or self.parts for each in part.operators]
-        kernels = [(one, each) for one in operators for each in one.forward if each.inner and not each.fused]
-        return max(kernels, key=lambda found: found[1].flops)
 
 
 def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
@@ -82,7 +75,11 @@ def _totals(found: Derivation) -> dict[str, Any]:
 def _product(found: Derivation) -> dict[str, Any]:
     """Both sides of the roofline of the largest product."""
     system, constants = found.system, found.system.constants
-    operator, product = found.largest_product()
+    # The product with the most FLOPs in a block; on a stage without blocks, in the embedding or head.
+    blocks = [part for part in found.parts if part.group in ("dense", "sparse")]
+    operators = [each.operator for part in blocks or found.parts for each in part.operators]
+    products = [(one, each) for one in operators for each in one.forward if each.inner and not each.fused]
+    operator, product = max(products, key=lambda each: each[1].flops)
     batched, rows, tile = product.number > 1, product.number * product.rows, TILE
     waves = product.number * product.rows * product.columns / (TILE * system.processors)
     full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cs336_systems.cost.template import fill_file
+from cs336_systems.cost.template import fill, kept_lines, read_template
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -51,16 +51,17 @@ def print_page(
     screen: Console, name: str, values: Mapping[str, Any], parts: Mapping[str, Any], indent: int = 0
 ) -> None:
     """Print `templates/NAME.txt`: a line `[best]` stands for the part of that name, a table or a text, maybe empty;
-    `# ` begins a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `."""
-    number = count(1)
-    for line in fill_file(name, values):
-        named = line.startswith("[") and line[1:-1] in parts  # a model's file may have such a name, too
-        part = parts[line[1:-1]] if named else line.removeprefix("> ")
-        if line.startswith("# "):
+    `# ` begins a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `. These
+    signs count in the template alone, since a model's file may have a name that begins with one."""
+    number, template = count(1), read_template(name)
+    for sign, line in zip(kept_lines(template, values), fill(template, values), strict=True):
+        named = sign.startswith("[")
+        part = parts[line[1:-1]] if named else line[2:] if sign.startswith("> ") else line
+        if sign.startswith("# "):
             screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
-        elif part or not line:
+        elif part or not sign:
             part = Padding(part, (0, 0, 0, indent), expand=False) if indent else part
-            screen.print(part, soft_wrap=isinstance(part, str) and (named or line.startswith("> ")))
+            screen.print(part, soft_wrap=isinstance(part, str) and (named or sign.startswith("> ")))
 
 
 def print_warnings(screen: Console, warnings: Iterable[str]) -> None:

@@ -3,11 +3,10 @@
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from cs336_systems.cost import machines
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.domain import warnings
 from cs336_systems.cost.machines import System
@@ -109,7 +108,7 @@ def take_request(given: dict[str, Any]) -> Request:
     if plan.recompute_nth > 1 and config.recompute == "none":
         raise UserError(f"--recompute-nth {plan.recompute_nth} needs --recompute selective or full, which it thins out")
     system = machine.machine(name)
-    machines.check_fp8(checked.fp8, system)
+    system.check_fp8(checked.fp8)
     return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
 
 
@@ -148,13 +147,19 @@ tokens_option = click.option(
 )
 
 
-def training(tokens: float, rate: float, ranks: int) -> dict[str, float]:
-    """Seconds and accelerator-hours of training on so many tokens at `rate` per second, without a pause."""
-    return {"tokens": tokens, "seconds": tokens / rate, "accelerator_hours": tokens / rate * ranks / 3600}
+class Training(NamedTuple):
+    """A whole training without a pause."""
 
+    tokens: float
+    seconds: float
+    accelerator_hours: float
 
-def describe_training(found: dict[str, float]) -> tuple[str, str]:
-    """The same as text: the time, the tokens, and accelerator-hours."""
-    hours = found["accelerator_hours"]
-    work = f"{hours:,.{0 if hours > 10 else 2}f} accelerator-hours"
-    return format_seconds(found["seconds"]), f"for {format_count(found['tokens'])} tokens, {work}"
+    @classmethod
+    def of(cls, tokens: float, rate: float, ranks: int) -> "Training":
+        """Training on so many tokens at `rate` per second."""
+        return cls(tokens, tokens / rate, tokens / rate * ranks / 3600)
+
+    def words(self) -> tuple[str, str]:
+        """(its time, its tokens and accelerator-hours)."""
+        work = f"{self.accelerator_hours:,.{0 if self.accelerator_hours > 10 else 2}f} accelerator-hours"
+        return format_seconds(self.seconds), f"for {format_count(self.tokens)} tokens, {work}"

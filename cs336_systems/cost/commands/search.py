@@ -9,67 +9,22 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_page, print_warnings
-from cs336_systems.cost.commands.request import (
-    as_options,
-    describe_training,
-    plan_options,
-    plural,
-    take,
-    tokens_option,
-    training,
-)
-from cs336_systems.cost.commands.settings import (
-    COUNT,
-    PRECISION_HELP,
-    STACK_HELP,
-    MachineOptions,
-    ModelOptions,
-    Precision,
-)
+from cs336_systems.cost.commands.request import Training, as_options, plan_options, plural, take, tokens_option
+from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
-from cs336_systems.cost.machines import check_fp8
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import OPTIONS, ORDER, RECOMPUTE_NAMES, Overlap
+from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import usable_memory
-from cs336_systems.cost.search import LIMIT, Candidate, Loss, Search, search
-from cs336_systems.cost.search_space import AXES, MOST_GPUS, Space, placement
-from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.search import Candidate, Loss, Search, search
+from cs336_systems.cost.search_space import AXES, Space, placement
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, options, setting
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
 
 SECONDS = 400e-6  # estimate for a configuration, until the first ones are timed
 SHOWN = 6  # values of one choice, and reasons, that are printed
 WIDE = 110  # columns, below which some are left out
 _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placement": "in a node", "zero": "ZeRO"}
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of `search`: accelerators, batch, and choices held at one value."""
-
-    gpus: int = setting(64, "Number of accelerators; every layout uses all.", type=click.IntRange(1, MOST_GPUS))
-    batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
-    precision: Precision = setting("bf16", PRECISION_HELP)
-    overlap: Overlap | None = setting(
-        None, "Transfers that overlap with computing, as in `step`.  [default: all on H100 and newer, else data]"
-    )
-    stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are timed with it.")
-    tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
-    pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
-    dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
-    cp: int | None = setting(None, "Only layouts with so many context-parallel ranks.", type=COUNT)
-    ep: int | None = setting(None, "Only layouts with so many expert-parallel ranks.", type=COUNT)
-    chunks: int | None = setting(None, "Only layouts with so many chunks per stage.", type=COUNT)
-    micro_batch_size: int | None = setting(None, "Only microbatches of so many sequences.", type=COUNT)
-    sequence_parallel: bool | None = setting(
-        None, "Only with sequence parallelism, or only without.  [default: both]", off="--no-sequence-parallel"
-    )
-    zero: int | None = setting(None, "Only this ZeRO stage.", type=click.IntRange(0, 3))
-    limit: int = setting(LIMIT, "Most configurations to try; the answer lists what is left out.", type=COUNT)
-
-    def fixed(self) -> dict[str, Any]:
-        held = {axis: getattr(self, OPTIONS.get(axis, axis), None) for axis in AXES}
-        return {axis: value for axis, value in held.items() if value is not None}
 
 
 @click.command("search")
@@ -83,7 +38,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
     config, stack = model.model_config(), model.stack(asked.stack, asked.zero or 0)
     system, fp8 = machine.machine(stack), asked.precision == "fp8"
-    check_fp8(fp8, system)
+    system.check_fp8(fp8)
     config = config.override(kernels=STACKS[stack].kernels)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
@@ -121,9 +76,9 @@ class SearchRequest:
         size = [] if "--size" in given else ["--size", self.model.size]
         return " ".join(["python -m cs336_systems.cost step", *size, *given])
 
-    def training(self, each: Candidate) -> dict[str, float] | None:
-        """Time of a training on --tokens, if that was given."""
-        return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
+    def training(self, each: Candidate) -> Training | None:
+        """A training on --tokens, if that was given."""
+        return Training.of(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
 
     def record(self, each: Candidate) -> dict[str, Any]:
         whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
@@ -138,7 +93,7 @@ class SearchRequest:
             "placement": each.placement,
             "plan": asdict(each.plan),
             "command": self.command(each),
-            **({"training": whole} if whole else {}),
+            **({"training": whole._asdict()} if whole else {}),
             "alike": [{"recompute": RECOMPUTE_NAMES[name], "plan": asdict(plan)} for name, plan in alike],
         }
 
@@ -178,7 +133,7 @@ def choice_text(axis: str, value: Any) -> str:
     return ("yes" if value else "no") if axis == "sequence" else str(value)
 
 
-def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
+def print_search(screen: Console, found: Search, title: str, command: str, whole: Training | None) -> None:
     """Print the whole answer, on a narrow screen without some columns. `command` predicts the best layout again,
     `whole` is the time of a training with it."""
     space, system, narrow, nearest = found.space, found.system, screen.width < WIDE, found.nearest
@@ -192,7 +147,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
         "room": usable_memory(system),
         "starred": "" if narrow and any(map(_other_order, found.best)) else None,
         "expected": describe_range(found.best[0].step),
-        "training": " ".join(describe_training(whole)) if whole else None,
+        "training": " ".join(whole.words()) if whole else None,
         "indivisible": found.indivisible.total(),
         "miss": nearest and f"{nearest.plan.short()} recompute {RECOMPUTE_NAMES[nearest.config.recompute]}",
         "cut": "; ".join(found.left_out) or None,

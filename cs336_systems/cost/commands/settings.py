@@ -2,13 +2,15 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
 from cs336_systems.cost import machines
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
 from cs336_systems.cost.plan import MODULES, OPTIONS, ORDER, RECOMPUTE, Overlap, Plan
+from cs336_systems.cost.search import LIMIT
+from cs336_systems.cost.search_space import AXES, MOST_GPUS
 from cs336_systems.cost.shape import MOST_CHOICES, read_shape, wider
 from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
 from cs336_systems.errors import UserError
@@ -20,20 +22,8 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 COUNT, FILE, POSITIVE = click.IntRange(1), click.Path(path_type=Path), click.FloatRange(0, min_open=True)
 PRECISION_HELP = "Type of activations and products; fp8: in linear layers of blocks only, the rest in bf16."
 STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
-# Options that a plan takes unchanged.
-SAME = (
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "chunks",
-    "zero",
-    "sequence",
-    "micro_batch",
-    "shard",
-    "recompute_nth",
-)  # in a plan
+# Options that a plan takes unchanged, by their names in a plan.
+SAME = ("tp", "pp", "dp", "cp", "ep", "chunks", "zero", "sequence", "micro_batch", "shard", "recompute_nth")
 _RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
 
 
@@ -160,6 +150,35 @@ class PlanOptions:
             fp8=self.precision == "fp8",
             recompute_modules=tuple(self.recompute_modules.replace(",", " ").split()),
         )
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of `search`: accelerators, batch, and choices held at one value."""
+
+    gpus: int = setting(64, "Number of accelerators; every layout uses all.", type=click.IntRange(1, MOST_GPUS))
+    batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
+    precision: Precision = setting("bf16", PRECISION_HELP)
+    overlap: Overlap | None = setting(
+        None, "Transfers that overlap with computing, as in `step`.  [default: all on H100 and newer, else data]"
+    )
+    stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are timed with it.")
+    tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
+    pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
+    dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
+    cp: int | None = setting(None, "Only layouts with so many context-parallel ranks.", type=COUNT)
+    ep: int | None = setting(None, "Only layouts with so many expert-parallel ranks.", type=COUNT)
+    chunks: int | None = setting(None, "Only layouts with so many chunks per stage.", type=COUNT)
+    micro_batch_size: int | None = setting(None, "Only microbatches of so many sequences.", type=COUNT)
+    sequence_parallel: bool | None = setting(
+        None, "Only with sequence parallelism, or only without.  [default: both]", off="--no-sequence-parallel"
+    )
+    zero: int | None = setting(None, "Only this ZeRO stage.", type=click.IntRange(0, 3))
+    limit: int = setting(LIMIT, "Most configurations to try; the answer lists what is left out.", type=COUNT)
+
+    def fixed(self) -> dict[str, Any]:
+        held = {axis: getattr(self, OPTIONS.get(axis, axis), None) for axis in AXES}
+        return {axis: value for axis, value in held.items() if value is not None}
 
 
 @dataclass(frozen=True)

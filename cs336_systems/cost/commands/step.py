@@ -8,14 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_warnings
-from cs336_systems.cost.commands.request import (
-    Request,
-    describe_training,
-    request_options,
-    take_request,
-    tokens_option,
-    training,
-)
+from cs336_systems.cost.commands.request import Request, Training, request_options, take_request, tokens_option
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
@@ -42,7 +35,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     step = request.step()
     found = step_record(request, step)
     if tokens:
-        found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
+        found["training"] = Training.of(tokens, found["tokens_per_second"], request.plan.ranks)._asdict()
     if as_json:
         print_json({**request.record(), **found})
     else:
@@ -120,7 +113,7 @@ def _results(request: Request, found: dict[str, Any]) -> Table:
     values = {
         "system": request.system,
         "attainable": request.system.peak(plan.number),
-        "trained": describe_training(found["training"]) if "training" in found else (None, None),
+        "trained": Training(**found["training"]).words() if "training" in found else (None, None),
         "need": need,
         "where": f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank",
         "verdict": surely if need <= room else nearly,

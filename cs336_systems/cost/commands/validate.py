@@ -1,6 +1,6 @@
 """`validate`: predicted beside measured, run by run and in total, for published runs or a file of one's own."""
 
-import json
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,7 +13,16 @@ from cs336_systems.cost.commands.settings import FILE
 from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.runs import DEFAULTS, LEFT_OUT, PUBLISHED, REQUIRED, TrainingRun, read_runs
+from cs336_systems.cost.runs import (
+    DEFAULTS,
+    PUBLISHED,
+    REQUIRED,
+    TrainingRun,
+    families,
+    left_out_errors,
+    read_runs,
+    summed_up,
+)
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -48,12 +57,6 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
         _print_runs(screen, runs)
     else:
         _print_families(screen, runs)
-
-
-def _inside(run: TrainingRun) -> bool:
-    """True if the measured time lies in the predicted range."""
-    low, high = time_range(run.step())
-    return run.seconds is not None and low <= run.seconds <= high
 
 
 def _record(run: TrainingRun) -> dict[str, Any]:
@@ -91,32 +94,26 @@ def _print_runs(screen: Console, runs: list[TrainingRun]) -> None:
 
 
 def _total(name: str, runs: list[TrainingRun]) -> str:
-    errors = [run.error for run in runs if run.error is not None]
-    inside = [_inside(run) for run in runs if run.error is not None]
-    if not errors:
+    measured = [run for run in runs if run.error is not None]
+    if not measured:
         return f"{name}: nothing was measured, so nothing is compared"
+    size, off, worst = summed_up(run.error for run in measured)
     return (
-        f"{name}: {len(errors)} measured, error {mean(map(abs, errors)):.1%} on average, {max(errors, key=abs):+.1%} "
-        f"at worst, {mean(errors):+.1%} with its sign; {mean(inside):.0%} in range"
+        f"{name}: {len(measured)} measured, error {size:.1%} on average, {worst:+.1%} at worst, {off:+.1%} with its "
+        f"sign; {mean(run.in_range for run in measured):.0%} in range"
     )
 
 
 def _print_families(screen: Console, runs: list[TrainingRun]) -> None:
     """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
-    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
-    families: dict[tuple[str, ...], list[TrainingRun]] = {}
-    for run in runs:
-        key = run.given["family"], run.plan.stack, run.system.name
-        families.setdefault(("yes" if run.given["fitted"] else "no", *key), []).append(run)
     lines: list[list[str] | None] = []
-    for wanted in ("yes", "no"):
-        for (fitted, *names), some in families.items():
-            if fitted == wanted:
-                off = [run.error or 0.0 for run in some]
-                out = [1 / ratios[run.id] - 1 for run in some]
-                shown = [f"{mean(map(abs, off)):.1%}", f"{mean(off):+.1%}", f"{max(off, key=abs):+.1%}"]
-                shown += [f"{mean(map(_inside, some)):.0%}", f"{mean(map(abs, out)):.1%}"]
-                lines.append([*names, str(len(some)), fitted, *shown, f"{max(out, key=abs):+.1%}"])
+    for fitted, group in groupby(families(runs).items(), key=lambda each: each[0][0]):
+        for (_, family, _, stack, machine), some in group:
+            size, off, worst = summed_up(run.error for run in some)
+            shown = [f"{size:.1%}", f"{off:+.1%}", f"{worst:+.1%}", f"{mean(run.in_range for run in some):.0%}"]
+            size, _, worst = summed_up(left_out_errors(some))
+            names = [family, stack, machine, str(len(some)), "yes" if fitted else "no"]
+            lines.append([*names, *shown, f"{size:.1%}", f"{worst:+.1%}"])
         lines.append(None)
     errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
     columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]

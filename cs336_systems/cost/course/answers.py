@@ -100,7 +100,7 @@ def quantity(value: float | str, unit: str = "") -> str:
     if unit == "":
         return _digits(value)
     if unit == "decimals":
-        return f"{value:.4f}"
+        return f"{value:.4f}" if abs(value) >= 1 else _digits(value)
     if unit in _COUNTED:
         word, size = next(each for each in _WORDS.items() if abs(value) >= each[1])
         return f"{_digits(value / (size or 1.0))}{word} {unit if value != 1 else unit[:-1]}"

@@ -5,7 +5,6 @@ which is then predicted. A group is a family of runs from one source or, where a
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 
@@ -23,10 +22,8 @@ SHARE = 0.8  # of left-out runs that a range contains
 
 def published() -> dict[str, list[TrainingRun]]:
     """The published runs by stack."""
-    found = defaultdict(list)
-    for run in read_runs(PUBLISHED):
-        found[run.plan.stack].append(run)
-    return dict(found)
+    runs = read_runs(PUBLISHED)
+    return {name: [run for run in runs if run.plan.stack == name] for name in dict.fromkeys(r.plan.stack for r in runs)}
 
 
 def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, float]]:
