@@ -131,8 +131,8 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=device.type == "cuda")
     sums = sums.to(device, non_blocking=True)  # from pinned memory, else the host would wait for it, behind backward
     real = (torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards)
-    # 0 x the extremes: 0, or NaN if an element is infinite or NaN; the device need not be asked.
-    sums[-1] = (0 * torch.stack([sums[-1], *(extreme for shard in real for extreme in torch.aminmax(shard))])).sum()
+    if extremes := [extreme for shard in real for extreme in torch.aminmax(shard)]:
+        sums[-1] = (0 * torch.stack(extremes)).sum()  # 0, or NaN if an element is infinite or NaN; the host never asks
     work = all_reduce(sums, replicas.group, "used parameters", "sum")
     for bucket in buckets:
         bucket.finish()
