@@ -1,10 +1,9 @@
 """Layers that are split over ranks, over shared memory, to the last bit in float32 and bfloat16: against one process
 that computes each rank's product, of the same shape, and adds these terms in the order of the ranks.
 
-Against one process that multiplies the whole matrix they are not bitwise equal: a product of another shape is cut into
-other blocks, so that its sums are in another order. Those tests have derived bounds (tensor_parallel/test_plan.py).
-Pipelines and experts do the products of one process, so for them the bits of a whole step are compared
-(test_layouts.py), and here those of the experts alone.
+One process that multiplies the whole matrix need not have the same bits, since a product of another shape may be added
+up in another order: those tests have derived bounds (tensor_parallel/test_plan.py). For pipelines, test_layouts.py
+compares the bits of a whole step.
 """
 
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from cs336_systems.comm import pairs
 from cs336_systems.comm.shared_memory import transport
 from cs336_systems.expert_parallel import AllToAllDispatcher
 from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_input, my_part
+from tests.comm.test_shared_memory import in_order
 from tests.support import ranks
 
 BATCH, SEQ, D_MODEL, D_FF = 2, 12, 40, 96
@@ -27,16 +27,8 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def in_order(terms: list[Tensor]) -> Tensor:
-    """The sum from the first rank's term to the last one's, of half precision in float32 and rounded once."""
-    total = terms[0].float()
-    for term in terms[1:]:
-        total = total + term.float()
-    return total.to(terms[0].dtype)
-
-
-def require_equal_bits(pairs_of: dict[str, tuple[Tensor, Tensor]]) -> None:
-    differ = [name for name, (got, want) in pairs_of.items() if not torch.equal(got, want)]
+def require_equal_bits(compared: dict[str, tuple[Tensor, Tensor]]) -> None:
+    differ = [name for name, (got, want) in compared.items() if not torch.equal(got, want)]
     assert not differ, differ
 
 
@@ -56,7 +48,7 @@ def terms_of_one_process(x: Tensor, slope: Tensor, size: int) -> tuple[Tensor, T
         gradients = torch.autograd.grad(outputs[-1], mine, slope)
         for kept, gradient in zip((inputs, ups, downs), gradients, strict=True):
             kept.append(gradient)
-    return in_order([each.detach() for each in outputs]), in_order(inputs), ups, downs
+    return in_order([each.detach() for each in outputs], "sum"), in_order(inputs, "sum"), ups, downs
 
 
 class SplitMatrices(nn.Module):
@@ -124,8 +116,8 @@ def experts_case(group, dtype: str) -> None:
     # One process: an expert's rows are those of the first rank, then those of the second.
     by_expert = [[rows.split(counts[rank].tolist())[e] for rank, rows in enumerate(given)] for e in range(local * size)]
     whole = experts_of(weights)(torch.cat([torch.cat(each) for each in by_expert]), counts.sum(0))
-    places = [each.split([len(part) for part in parts]) for each, parts in zip(
-        whole.split(counts.sum(0).tolist()), by_expert, strict=True)]  # fmt: skip
+    results = zip(whole.split(counts.sum(0).tolist()), by_expert, strict=True)
+    places = [result.split([len(part) for part in parts]) for result, parts in results]  # by expert, then by rank
     wanted = [torch.cat([each[rank] for each in places]) for rank in range(size)]
     gradients = torch.autograd.grad(wanted, [*given, *weights], slopes)
     mine = given[me].detach().clone().requires_grad_()

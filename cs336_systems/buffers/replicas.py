@@ -132,7 +132,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     sums = sums.to(device, non_blocking=True)  # from pinned memory, else the host would wait for it, behind backward
     real = (torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards)
     if extremes := [extreme for shard in real for extreme in torch.aminmax(shard)]:
-        sums[-1] = (0 * torch.stack(extremes)).sum()  # 0, or NaN if an element is infinite or NaN; the host never asks
+        sums[-1] = (0 * torch.stack(extremes)).sum()  # 0, or NaN if an element is infinite or NaN; without waiting
     work = all_reduce(sums, replicas.group, "used parameters", "sum")
     for bucket in buckets:
         bucket.finish()

@@ -24,19 +24,17 @@ def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
 
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
-    parameters = signature(build).parameters.values() if callable(build) else []
-    is_model = callable(build) and not parameters
-    if name == "build" and kind is None:
-        if needed := [each.name for each in parameters if each.default is each.empty]:
+    if callable(build):
+        parameters, is_build = signature(build).parameters.values(), name == "build" and kind is None
+        if is_build and (needed := [each.name for each in parameters if each.default is each.empty]):
             raise UserError(
                 f"{target} takes {', '.join(needed)}, but a build() of a split model is called without arguments: give "
                 "each a default, or say with --as what kind of wrapper it is"
             )
-        is_model = callable(build)
-    if is_model and callable(build):
-        from cs336_systems.check.types import check_model
+        if is_build or not parameters:
+            from cs336_systems.check.types import check_model
 
-        return [partial(check_model, build, target)]
+            return [partial(check_model, build, target)]
     return [partial(check_reduction, each) for each in load(target, kind)[0]]
 
 
