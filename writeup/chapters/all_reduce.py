@@ -135,19 +135,25 @@ def picture(one: Citation, two: Citation) -> Figure:
     )  # fmt: skip
 
 
+def backends_of(theirs: Beside) -> list[tuple[str, str]]:
+    """The backends and devices that a published table has figures of, in our order."""
+    found = {(row.keys["backend"], row.keys["device"]) for row in theirs.table.rows}
+    return [each for each in BACKENDS if each in found]
+
+
 def published(book: Book, theirs: Beside) -> Table:
     """The original's cells of all three settings, and the least that its hardware's data sheet allows NCCL."""
-    rows = []
+    rows, backends = [], backends_of(theirs)
     link = system_preset(theirs.table.system).inside.bandwidth
     for nbytes, ranks in sorted({(int(row.keys["bytes"]), int(row.keys["ranks"])) for row in theirs.table.rows}):
         keys: list[dict[str, Any]] = [
-            {"backend": backend, "device": device, "bytes": nbytes, "ranks": ranks} for backend, device in BACKENDS
+            {"backend": backend, "device": device, "bytes": nbytes, "ranks": ranks} for backend, device in backends
         ]
         fastest = theirs.value(**keys[-1])
         bus = rate(bandwidths(nbytes, ranks, fastest.ms)["bus_bytes_per_s"]) if fastest else NONE
         least = f"{1e3 * sent('all-reduce', ranks) * nbytes / link:.3g} ms"
         rows.append([size_name(nbytes), str(ranks), *(theirs.cell(**key) for key in keys), bus, least])
-    columns = ("size", "ranks", *(f"{backend}, {PLACES[device]}" for backend, device in BACKENDS), "NCCL's bus",
+    columns = ("size", "ranks", *(f"{backend}, {PLACES[device]}" for backend, device in backends), "NCCL's bus",
                "ring, least")  # fmt: skip
     note = (
         f"Means of {theirs.table.source.author} on {theirs.table.hardware}. The last column is a ring's bytes over the "
@@ -160,7 +166,7 @@ def published_picture(theirs: Beside) -> Figure:
     """The original's three settings over size."""
 
     def into(axes: Any) -> None:
-        for colour, (backend, device) in zip(COLOURS, BACKENDS, strict=False):
+        for colour, (backend, device) in zip(COLOURS, backends_of(theirs), strict=False):
             for ranks, style in ((2, "o-"), (4, "s--"), (6, "^:")):
                 rows = [
                     (row.keys["bytes"], 1e3 * row.values["mean"].value)

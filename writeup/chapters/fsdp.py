@@ -31,18 +31,23 @@ STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
 FULL, TORCH = "stage 3", "torch FSDP2"
 STUDENT, YEAR, SIZE = "enzo-ding", 2026, "xl"
 GIB = 2**30
+SHAPE = ("d_model", "layers", "batch_size", "context", "ranks")  # the memory depends on these, not on the link
 
 
 def content(book: Book) -> dict[str, Any]:
     """Memory, times and traffic of every stage; the trace; the published accounting with its prediction."""
     cited = book.cite("zero", link="", candidate=(*STAGES, TORCH), command=ZERO)
+    slow = book.cite("zero", link=bool, candidate=(*STAGES, TORCH), command=ZERO)
     traced = book.cite(
         "profiling", wrapper="zero3", ranks=lambda n: n > 1,
         command="python -m benchmarks.profiling_run --nproc 2 --wrapper zero3",
     )  # fmt: skip
-    runs = runs_of(cited)
+    runs = [*runs_of(cited), *runs_of(slow)]
+    shapes: dict[tuple[Any, ...], Citation] = {}  # the first run of each
+    for run in runs:
+        shapes.setdefault(tuple(next(iter(run)).config[key] for key in SHAPE), run)
     return {
-        "memory": [(model_of(run), memory(book, run)) for run in runs],
+        "memory": [(model_of(run), memory(book, run)) for run in shapes.values()],
         "steps": [(model_of(run), steps(book, run)) for run in runs],
         "missing": missing([cited]),
         "traffic": traffic(book),

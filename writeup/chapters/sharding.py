@@ -18,12 +18,15 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(book: Book) -> dict[str, Any]:
-    """Bytes at rest of each stage against stage 0 and against the prediction, and times over stage 0."""
-    run = book.cite("zero", link="", d_model=512, context=32, backend="gloo")
-    stages = [run.need(candidate=f"stage {stage}") for stage in range(4)]
+    """Bytes at rest of each stage against stage 0 and against the prediction, and times over stage 0 and over FSDP2, of
+    the course's `small` over shared memory and over a slow link."""
+    run, slow = (book.cite("zero", size="small", **where) for where in ({"link": "", "backend": "shm"}, {"link": bool}))
+    stages, apart = ([each.need(candidate=f"stage {stage}") for stage in range(4)] for each in (run, slow))
     rest = [fsdp.total(each) for each in stages]
     exact = [fsdp.total(each, True) / fsdp.total(each) for each in stages]
-    ratios = [median(pair_ratios(each, stages[0])) for each in stages]
-    peer = median(pair_ratios(stages[3], run.need(candidate="torch FSDP2")))
+    ratios, on_link = ([median(pair_ratios(each, ours[0])) for each in ours] for ours in (stages, apart))
+    peers = [median(pair_ratios(each.need(candidate="stage 3"), each.need(candidate="torch FSDP2")))
+             for each in (run, slow)]  # fmt: skip
+    sent = fsdp.sent_bytes(apart[3]) / fsdp.sent_bytes(apart[0])
     return {"rest": [each / rest[0] for each in rest], "low": min(exact), "high": max(exact), "ratios": ratios,
-            "peer": peer}  # fmt: skip
+            "on_link": on_link, "peers": peers, "sent": sent}  # fmt: skip
