@@ -16,21 +16,27 @@ from benchmarks.collective import (
     SMOKE_SIZES,
     AllReduceJob,
     AllReduceSettings,
+    Transport,
     parse_sizes,
     size_name,
     work,
 )
+from benchmarks.lib import mpi
 from benchmarks.records import Record, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
-from cs336_systems.comm.startup import Backend, can_share
+from cs336_systems.comm.startup import can_share
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, environment
 from cs336_systems.host.text import printable
 
-COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "shm"), ("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
+COMBINATIONS: tuple[tuple[str, Transport], ...] = (
+    *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
+    *(("cuda", "gloo"), ("cuda", "nccl")),
+)
+OPTIONAL = ("shm", "mpi")  # not missed where they cannot run, unless they were asked for
 RANKS = (2, 4, 6)
 COLUMNS = ("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted")
 SPEEDS = ("algbw", "busbw", "of a copy", "rank spread")
@@ -41,7 +47,7 @@ PREDICTION = (
 )
 
 
-def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
+def combinations(settings: AllReduceSettings) -> list[tuple[str, Transport]]:
     """The devices and backends to measure: those asked for, of those that are here. Raises UserError for none."""
     if settings.device == "cuda":
         choose_device("cuda")  # refuses a GPU that is not there
@@ -52,18 +58,22 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
         if device in devices and settings.device in (None, device) and settings.backend in (None, backend)
     ]
     if not found:
-        if settings.backend == "shm":
-            raise UserError("--backend shm moves tensors between CPUs; use --device cpu")
+        if settings.backend in OPTIONAL:
+            raise UserError(f"--backend {settings.backend} moves tensors between CPUs; use --device cpu")
         place = "--device cpu was asked for" if settings.device else "there is none here"
         raise UserError(f"--backend nccl moves tensors between GPUs, and {place}; use --backend gloo")
     return found
 
 
-def cannot(backend: Backend, place: Place) -> str:
+def cannot(backend: Transport, place: Place) -> str:
     """Return the reason why a backend cannot serve these ranks, empty if it can."""
     gpus = torch.cuda.device_count()
     if backend == "shm" and not (place.one_machine and can_share()):
         return "shm joins ranks of one machine, Linux on x86-64"
+    if backend == "mpi" and place.meeting:
+        return "mpi starts its ranks by itself: leave out torchrun"
+    if backend == "mpi" and not mpi.mpiexec():
+        return mpi.MISSING
     if backend == "nccl" and place.local_world_size > gpus:
         return f"nccl needs a GPU a rank: {place.local_world_size} ranks, {gpus} GPU{'s' * (gpus != 1)}"
     return ""
@@ -96,8 +106,10 @@ def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Pat
         job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
         for place in todo:
             if reason := cannot(backend, place):
-                if here.rank == 0 and (backend != "shm" or settings.backend):  # else it is none that this machine has
+                if here.rank == 0 and (backend not in OPTIONAL or settings.backend):
                     refuse(job, place, reason)
+            elif backend == "mpi":
+                mpi.work(place, job)
             elif started:
                 work(here, job)
             else:

@@ -17,7 +17,7 @@ from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record, require_written
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
 from cs336_systems.comm.shared_verbs import shared_empty
-from cs336_systems.comm.startup import TIMEOUT, Backend
+from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -35,6 +35,7 @@ PROBE_BYTES = 8_000_000  # what each rank sends to learn how fast the links are:
 
 
 Advance = Callable[[str], None]
+Transport = Literal["shm", "gloo", "nccl", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class AllReduceSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Device of the tensors.  [default: cpu, and cuda if there]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: every one that this machine has]")
+    backend: Transport | None = setting(None, "Communication backend.  [default: every one that this machine has]")
     sizes: str | None = setting(
         None, f"Sizes of the float32 tensor in bytes; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
     )
@@ -81,7 +82,7 @@ class AllReduceJob:
     """One backend, one kind of device, some sizes; `paths` are the files that rank 0 appends its records to."""
 
     settings: AllReduceSettings
-    backend: Backend
+    backend: Transport
     device: str
     sizes: tuple[int, ...]
     paths: tuple[Path, ...]
@@ -105,7 +106,7 @@ class AllReduceJob:
             append_record(record, path)
 
 
-def probe(group: Group, device: torch.device, backend: Backend) -> Link:
+def probe(group: Group, device: torch.device, backend: Transport) -> Link:
     """Measure the links of all ranks without a large all-reduce: one of 4 KiB, and a shift of 8 MB to the next rank.
 
     All send at once, as in a ring: ranks then share cores, memory and wire, which a lone pair would have to itself.
@@ -115,11 +116,16 @@ def probe(group: Group, device: torch.device, backend: Backend) -> Link:
     shift = make_shift(outbox, torch.empty(numel, device=device), group, backend)
     small = time_ranks(lambda: all_reduce(token, group, "probe").wait(), group, device, warmup=5, steps=20)
     large = time_ranks(shift, group, device, warmup=2, steps=5)
-    latency, seconds = (times.amax(dim=0).median().item() / 1e3 for times in (small, large))
+    return link_of(small, large)
+
+
+def link_of(small: Tensor, shift: Tensor) -> Link:
+    """A link from milliseconds (rank sample) of a small all-reduce, and of a shift to the next rank."""
+    latency, seconds = (times.amax(dim=0).median().item() / 1e3 for times in (small, shift))
     return Link(latency, PROBE_BYTES / seconds)
 
 
-def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: Backend) -> Callable[[], None]:
+def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: Transport) -> Callable[[], None]:
     """Return a function that sends each rank's outbox to the next rank's inbox."""
     ranks, me = group.size(), group.rank()
     if backend == "nccl":
@@ -202,6 +208,13 @@ def finished(blank: Record, times: Tensor | None, link: Link, usable: int, copie
     return replace(blank, samples_ms=slowest.tolist(), metrics=metrics, predicted=predicted, flags=noise(metrics))
 
 
+def require_mean(error: float, nbytes: int, ranks: int, settings: AllReduceSettings) -> None:
+    """Check the relative error after all all-reduces of a size. Raises WrongResultError."""
+    if not error <= (settings.warmup + settings.steps) * tolerance(ranks):
+        name = size_name(nbytes)
+        raise WrongResultError(f"{name}: the mean over the ranks is off by {error:.2e} of itself: no speed reported")
+
+
 def time_size(
     nbytes: int, group: Group, device: torch.device, settings: AllReduceSettings, advance: Advance
 ) -> tuple[Tensor, Tensor] | None:
@@ -217,9 +230,7 @@ def time_size(
 
     times = time_ranks(run, group, device, warmup, steps, advance)
     mean = (group.size() + 1) / 2  # and it stays that: the mean of equal values
-    error = max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax())
-    if not error <= (warmup + steps) * tolerance(group.size()):
-        raise WrongResultError(f"{name}: the mean over the ranks is off by {error:.2e} of itself: no speed reported")
+    require_mean(max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax()), nbytes, group.size(), settings)
     twin = torch.empty_like(flat)
     return times, time_ranks(lambda: twin.copy_(flat), group, device, 1, steps)
 

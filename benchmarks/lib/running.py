@@ -86,7 +86,7 @@ class Journal:
 
     def seconds(self, run: Benchmark) -> float:
         """Expected seconds of a command: as last time, or by the catalogue."""
-        return float(self.found[run.command]["seconds"]) if run.command in self.found else 60 * run.minutes
+        return max(0.1, self.found[run.command]["seconds"]) if run.command in self.found else 60 * run.minutes
 
     def has(self, run: Benchmark) -> bool:
         """True if a command was measured on this device at this commit, without changes then or now."""

@@ -11,6 +11,8 @@ import torch
 
 from benchmarks import allreduce, allreduce_plot, collective
 from benchmarks.collective import AllReduceJob, AllReduceSettings
+from benchmarks.harness import WrongResultError
+from benchmarks.lib import mpi
 from benchmarks.records import RESULTS, Record, append_record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
@@ -42,13 +44,16 @@ def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
 def test_every_backend_of_the_machine_is_measured(monkeypatch):
     gpus = 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    cpu = [("cpu", "shm"), ("cpu", "gloo")]
+    cpu = [("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")]
     assert allreduce.combinations(AllReduceSettings()) == cpu
     gpus = 1
     assert allreduce.combinations(AllReduceSettings()) == [*cpu, ("cuda", "gloo"), ("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(backend="nccl")) == [("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(device="cpu")) == cpu
     assert allreduce.cannot("shm", Place(world_size=2, local_world_size=1)).startswith("shm joins ranks of one machine")
+    assert allreduce.cannot("mpi", Place(world_size=2, local_world_size=2, meeting="x")).endswith("leave out torchrun")
+    monkeypatch.setattr(mpi, "mpiexec", lambda: None)
+    assert allreduce.cannot("mpi", Place(world_size=2, local_world_size=2)) == mpi.MISSING
     assert allreduce.cannot("gloo", Place(world_size=2, local_world_size=2)) == ""
     assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
 
@@ -72,6 +77,7 @@ def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     started = []
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, job)))
     monkeypatch.setattr(allreduce, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr(mpi, "mpiexec", lambda: None)
     assert run_command(allreduce.main, ["--smoke", "--device", "cpu"]) == 0
     assert [(count, job.backend) for count, job in started] == [(2, "shm"), (2, "gloo")]
     for _, job in started:
@@ -136,9 +142,9 @@ def test_a_missing_gpu_is_one_line(options, line, capsys):
 # The ways to start it, each once: a start takes seconds.
 
 
-def check_run(records: list[dict], counts: tuple[int, ...]) -> None:
+def check_run(records: list[dict], counts: tuple[int, ...], *more: str) -> None:
     assert [(r["config"]["backend"], r["config"]["ranks"], r["config"]["bytes"]) for r in records] == [
-        (backend, count, nbytes) for backend in ("shm", "gloo") for count in counts for nbytes in (4000, 40_000)
+        (backend, count, nbytes) for backend in ("shm", "gloo", *more) for count in counts for nbytes in (4000, 40_000)
     ]
     for record in records:
         count = record["config"]["ranks"]
@@ -155,7 +161,7 @@ def check_run(records: list[dict], counts: tuple[int, ...]) -> None:
 def test_alone_it_starts_2_4_and_6_ranks_itself(in_tmp):
     done = start(str(SCRIPT), "--device", "cpu", *TINY, folder=in_tmp)
     assert done.returncode == 0, done.stderr
-    check_run(read(in_tmp), (2, 4, 6))
+    check_run(read(in_tmp), (2, 4, 6), *["mpi"] * bool(mpi.mpiexec()))
     assert done.stdout.count("all-reduce (mean) of float32") == 1
     assert "records appended to out/allreduce.jsonl" in done.stdout
 
@@ -168,6 +174,36 @@ def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
     assert {r["config"]["link"] for r in read(in_tmp)} == {"two tins and a string"}
     assert done.stdout.count("all-reduce (mean) of float32") == 1  # of two ranks, one prints
     assert "cores; two tins and a string" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("echo no such rank >&2; exit 3", "error: 2 ranks of MPI with 4 kB ended with code 3: no such rank"),
+        ("sleep 60", "error: 2 ranks of MPI with 4 kB did not end within 0.3 s; --timeout gives them longer"),
+    ],
+)
+def test_ranks_of_mpi_that_fail_are_one_line(command, line, in_tmp, monkeypatch, capsys):
+    (in_tmp / "mpiexec").write_text(f"#!/bin/sh\n{command}\n")
+    (in_tmp / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(mpi, "mpiexec", lambda: str(in_tmp / "mpiexec"))
+    assert run_command(allreduce.main, ["--smoke", "--backend", "mpi", "--timeout", "0.3"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+@pytest.mark.skipif(not mpi.mpiexec(), reason="needs the extra `mpi`")
+def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
+    options = ["--backend", "mpi", "--nproc", "2", *TINY]
+    assert run_command(allreduce.main, options) == 0
+    small, large = read(in_tmp)
+    assert [each["config"]["bytes"] for each in (small, large)] == [4000, 40_000]
+    assert (large["status"], large["config"]["backend"], large["environment"]["backend"]) == ("ok", "mpi", "mpi")
+    assert len(large["metrics"]["rank_mean_ms"]) == len(large["samples_ms"]) == 2
+    assert large["metrics"]["copy_ms"] > 0 < large["predicted"]["mean_ms"]
+    assert "MP" in large["environment"]["mpi"]
+    monkeypatch.setattr(collective, "tolerance", lambda ranks: -1.0)
+    with pytest.raises(WrongResultError, match=r"4 kB: the mean over the ranks is off by 0\.00e"):
+        allreduce.main(options, standalone_mode=False)
 
 
 # The table and the plot.
