@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.collective import size_name
 from benchmarks.records import Record, read_records
@@ -108,6 +109,11 @@ def markdown(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> str
     return "\n".join([*lines, *(markdown_row(row) for row in rows)])
 
 
+def order(config: dict[str, Any]) -> tuple[str, int, int]:
+    """Place of a record in its table: by backend, ranks and size; candidates stay as they are."""
+    return config["backend"], config["ranks"], config.get("bytes", 0)
+
+
 def parallel_tables(results: Path) -> list[str]:
     """One table for each benchmark, machine, shape and state of the code that there are records of."""
     tables = []
@@ -116,5 +122,7 @@ def parallel_tables(results: Path) -> list[str]:
             groups: dict[str, list[Record]] = {}
             for record in read_records(path):
                 groups.setdefault(heading(name, record), []).append(record)
-            tables += [markdown(title, columns, [row(each) for each in group]) for title, group in groups.items()]
+            for title, group in groups.items():
+                group.sort(key=lambda each: order(each.config))
+                tables.append(markdown(title, columns, list(map(row, group))))
     return tables

@@ -37,8 +37,8 @@ def main(nbytes: int, warmup: int, steps: int, small: int, probe: int) -> None:
     inbox, following, preceding = np.empty_like(outbox), (me + 1) % ranks, (me - 1) % ranks
     found: dict[str, object] = {
         "library": MPI.Get_library_version().split("\n")[0].replace("\t", " "),
-        "small": milliseconds(lambda: mean_in_place(token), 5, 20),
         "shift": milliseconds(lambda: world.Sendrecv(outbox, following, 0, inbox, preceding), 2, 5),
+        "small": milliseconds(lambda: mean_in_place(token), 5, 20),
         "times": milliseconds(lambda: mean_in_place(flat), warmup, steps),
         "copies": milliseconds(lambda: np.copyto(twin, flat), 1, steps),
         "error": world.allreduce(float(abs(flat / ((ranks + 1) / 2) - 1).max()), MPI.MAX),  # the mean of equal values

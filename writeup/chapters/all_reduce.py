@@ -6,7 +6,7 @@ from benchmarks.collective import bandwidths, size_name
 from benchmarks.records import Record
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_seconds
-from cs336_systems.host.text import markdown_text
+from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.traffic import sent
 from writeup.beside import Beside, beside
 from writeup.book import Book, Citation, facts, metric
@@ -22,7 +22,7 @@ ONE, TWO = "all-reduce", "all-reduce, two nodes"
 STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")
 SIMULATED = "python -m benchmarks.two_nodes --nproc 1 -- benchmarks/allreduce.py --sizes '1MB 10MB 50MB'"
 BACKENDS = (("shm", "cpu"), ("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"))
-TOGETHER = 0.5  # hours; what was measured further apart is not compared
+MARKERS = ("o-", "s-", "^-")  # by number of ranks
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -48,10 +48,12 @@ def spoken(cited: Citation) -> dict[str, Any]:
     """Times of 16 KB, rates of 1 GB, and the range of predicted over measured time, on two ranks."""
     small = {name: median_ms(cited.need(ranks=2, backend=name, bytes=16_000)) for name in ("gloo", "shm")}
     large = [median_ms(cited.need(ranks=2, backend=name, bytes=1_000_000_000)) for name in ("gloo", "shm")]
+    third = cited.only(ranks=2, backend="mpi").measured
+    mpi = [median_ms(third.need(bytes=size)) for size in (16_000, 1_000_000_000)] if third else None
     shares = [(predicted_ms(each) or 0.0) / median_ms(each) for each in cited.measured]
     return {
         "small_gloo": small["gloo"], "small_shm": small["shm"], "large": large[0] / large[1], "low": min(shares),
-        "factor": max(max(shares), 1 / min(shares)),
+        "factor": max(max(shares), 1 / min(shares)), "mpi": mpi, "mpi_large": mpi[1] / large[1] if mpi else 0.0,
     }  # fmt: skip
 
 
@@ -115,23 +117,28 @@ def fits(book: Book, citations: list[Citation]) -> Table:
 
 
 def picture(one: Citation, two: Citation) -> Figure:
-    """Time over size, log-log: points measured, dashed lines predicted."""
+    """Time over size, log-log: a colour for each backend, a marker for each number of ranks, predictions dashed."""
 
     def into(both: Any) -> None:
-        for axes, cited, title in zip(both, (one, two), ("one node", "two nodes"), strict=True):
-            for colour, (name, records) in zip(COLOURS, families(cited).items(), strict=False):
-                sizes = [r.config["bytes"] for r in records]
-                axes.plot(sizes, [median_ms(r) for r in records], "o-", color=colour, markersize=4, label=str(name))
-                axes.plot(sizes, [predicted_ms(r) for r in records], "--", color=colour, linewidth=1)
-            has = bool(cited.measured)
+        found = [families(cited) for cited in (one, two)]
+        backends = list(dict.fromkeys((name.backend, name.device) for each in found for name in each))
+        counts = sorted({name.ranks for each in found for name in each})
+        for axes, cited, lines, title in zip(both, (one, two), found, ("one node", "two nodes"), strict=True):
+            for name, records in lines.items():
+                colour = COLOURS[backends.index((name.backend, name.device)) % len(COLOURS)]
+                marker = MARKERS[counts.index(name.ranks) % len(MARKERS)]
+                sizes, label = [r.config["bytes"] for r in records], plot_text(f"{name.ranks} ranks, {name.backend}")
+                axes.plot(sizes, list(map(median_ms, records)), marker, color=colour, markersize=4, label=label)
+                axes.plot(sizes, list(map(predicted_ms, records)), "--", color=colour, linewidth=0.7)
             simulated = " (simulated)" if has_link(cited) else ""
             axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds", title=title + simulated)
-            if has:
-                axes.legend()
+        handles, labels = both[0].get_legend_handles_labels()
+        both[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
 
     return draw(
         "all-reduce-time", "Time of an all-reduce over its size: medians, and dashed the prediction from the probe.",
         "Two log-log plots of the time of an all-reduce over its size, on one node and on two", into, columns=2,
+        height=4.2,
     )  # fmt: skip
 
 
