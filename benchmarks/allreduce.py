@@ -10,7 +10,7 @@ import click
 import torch
 from rich.table import Table
 
-from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot, plot
+from benchmarks.allreduce_plot import plot
 from benchmarks.collective import (
     COURSE_SIZES,
     SMOKE_SIZES,
@@ -26,6 +26,7 @@ from benchmarks.records import Record, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.comm.startup import can_share
+from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds

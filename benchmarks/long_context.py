@@ -9,23 +9,24 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
 from rich.table import Table
 
-from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
+from benchmarks.allreduce_plot import name_ticks
 from benchmarks.harness import WrongResultError, noise, ratios, summarise
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
 from benchmarks.parallel_tables import markdown
 from benchmarks.records import Record, read_records, shown
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
-from cs336_systems.comm.startup import Backend, choose_backend
+from cs336_systems.comm.startup import choose_backend
 from cs336_systems.context_parallel import attention_work
+from cs336_systems.cost.plots.style import HOW_TO_PLOT, STYLES, can_plot, save, ticks_at, tidy
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
@@ -34,7 +35,6 @@ from cs336_systems.presets import Attention, ContextType
 from cs336_systems.traffic import sent
 from cs336_systems.train.recipe import Recipe
 
-COUNT = click.IntRange(1)
 COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak memory", "live", "sent", "work")
 CAPTION = (
     "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library "
@@ -44,7 +44,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class LongContextSettings(RecordOptions):
+class LongContextSettings(RankOptions):
     """Options of the command line, one field each."""
 
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
@@ -56,15 +56,13 @@ class LongContextSettings(RecordOptions):
     rounds: int = setting(3, "Turns of each candidate.", type=COUNT)
     steps: int = setting(2, "Timed steps per turn.", type=COUNT)
     threads: int = setting(1, "Threads of each CPU rank.", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
 
     def recipe(self, seq: int, cp: int = 1, kind: ContextType = "ring") -> Recipe:
         """Recipe of a candidate; its first update is at the full rate, as the gate assumes."""
         return Recipe.of(
             size=self.size, context=seq, batch_size=self.batch_size, micro_batch_size=self.batch_size, dp=1, cp=cp,
             cp_type=kind, attention=self.attention, pack=self.pack, lr=1e-3, min_lr=1e-3, warmup_steps=0,
-            data=() if self.pack else ("random",), device=self.device, backend=self.backend,
+            data=() if self.pack else ("random",), device=self.device, backend=self.backend, timeout=self.timeout,
         )  # fmt: skip
 
 
@@ -179,7 +177,6 @@ def context_tables(results: Path) -> list[str]:
 def draw(path: Path) -> Path:
     """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
     newest = [each for each in read_records(path) if each.metrics.get("memory_bytes") and not each.config["pack"]]
-    ticker = import_module("matplotlib.ticker")
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     styles = dict(zip(("one rank", "ring", "gather", "ulysses"), STYLES, strict=False))
@@ -195,22 +192,16 @@ def draw(path: Path) -> Path:
             panel.plot(places, values, dashes, color=colour, marker=marker, markersize=4, label=plot_text(label))
     formats, names = (format_bytes, format_seconds), ("peak memory of a rank's process", "a step")
     for panel, write, name in zip(panels, formats, names, strict=True):
-        panel.set(xscale="log", xlabel="tokens in a sequence")
-        panel.set_yscale("log", base=2)
-        panel.set_title(name, loc="left", fontsize="medium")
         ticks = sorted({each.config["context"] for each in newest})
-        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
-        panel.xaxis.set_minor_locator(ticker.NullLocator())
-        panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _, write=write: write(value)))
-        panel.grid(which="major", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        ticks_at(panel, ticks, [f"{tick:,}" for tick in ticks])
+        panel.set_xlabel("tokens in a sequence")
+        panel.set_yscale("log", base=2)
+        name_ticks(panel.yaxis, write)
+        tidy(panel, name)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize="small"
     )
-    picture = path.with_suffix(".svg")
-    with import_module("matplotlib").rc_context({"svg.hashsalt": "long_context"}):
-        figure.savefig(picture, metadata={"Date": None})
-    return picture
+    return save(figure, path.with_suffix(".svg"))
 
 
 @click.command()

@@ -20,14 +20,14 @@ from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_model import build
 from benchmarks.lib.expert_record import make_record, ratios
 from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.lib.options import RankOptions
+from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
-from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import PATIENCE, format_seconds, os_errors, setting
+from cs336_systems.host.console import format_seconds, os_errors, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.layout import check_divides, check_experts
@@ -57,7 +57,7 @@ RATIOS = {
 
 
 @dataclass(frozen=True)
-class MoEEvalSettings(ExpertOptions):
+class MoEEvalSettings(ExpertOptions, RankOptions):
     """Options of the command line, one field each."""
 
     size: str = setting("fairseq-moe-twin", "Model preset.")
@@ -85,13 +85,6 @@ class MoEEvalSettings(ExpertOptions):
         None, "Expert-parallel ranks.  [default: the rest, or as many as there are experts]", type=COUNT
     )
     seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder for the record.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
-    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
-    smoke: bool = setting(False, "Test run: a tiny model, one batch, writes no record.")
 
     def config(self) -> ModelConfig:
         """The model. Raises UserError for one that cannot be."""
@@ -202,11 +195,9 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         if len(outcomes) > 1:
             records[1].metrics["ratios"] = ratios(*outcomes)
         report(settings, scorer, outcomes, records)
-    if not settings.smoke:
-        path = results_folder(settings.results, settings.machine, device) / "moe_eval.jsonl"
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
+    recorder = settings.recorder("moe_eval", device)
+    recorder.keep(*records)
+    recorder.tell()
 
 
 def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
@@ -282,8 +273,8 @@ def main(**options: Any) -> None:
     if settings.profiled:
         with os_errors(f"write {settings.folder()}", "name another with --out"):
             settings.folder().mkdir(parents=True, exist_ok=True)
-    if here.rank == 0 and not settings.smoke:
-        open_records(results_folder(settings.results, settings.machine, torch.device(name)), "moe_eval")
+    if here.rank == 0:
+        settings.recorder("moe_eval", torch.device(name))
     start_ranks(work, settings.device, settings.nproc, settings, blocks)
 
 

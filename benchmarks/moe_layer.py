@@ -27,7 +27,7 @@ from benchmarks.lib.expert_layer import (
     too_large,
 )
 from benchmarks.lib.expert_turns import Candidate, take_turns
-from benchmarks.records import Record, append_record, appended, open_records
+from benchmarks.records import Record
 from cs336_systems.comm import Place, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.errors import UserError
@@ -53,7 +53,6 @@ class MoELayerSettings(LayerSettings):
     rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
     steps: int = setting(3, "Timed passes per turn.", type=COUNT)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
-    smoke: bool = setting(False, "Test run: small, two rounds, writes no record.")
 
     def ways(self) -> list[Way]:
         """The candidates, the baseline second. Raises UserError for a layer that cannot be."""
@@ -109,11 +108,9 @@ def work(place: Place, settings: MoELayerSettings) -> None:
     if not records:
         return
     show(records)
-    if not settings.smoke:
-        path = open_records(settings.folder(), "moe_layer")
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
+    recorder = settings.recorder("moe_layer", DEVICE)
+    recorder.keep(*records)
+    recorder.tell()
 
 
 @click.command()
@@ -127,8 +124,8 @@ def main(**options: Any) -> None:
     settings.ways()
     nproc = settings.nproc if here.world_size > 1 else settings.nproc or 2
     check_ranks(settings.experts, here.world_size if here.world_size > 1 else nproc or 1)
-    if here.rank == 0 and not settings.smoke:
-        open_records(settings.folder(), "moe_layer")
+    if here.rank == 0:
+        settings.recorder("moe_layer", DEVICE)
     start_ranks(work, "cpu", nproc, settings)
 
 

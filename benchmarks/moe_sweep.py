@@ -65,7 +65,6 @@ class MoESweepSettings(LayerSettings):
     steps: int = setting(1, "Timed passes per turn.", type=COUNT)
     plot: Path | None = setting(None, "File for the picture.  [default: beside the records]")
     from_records: bool = setting(False, "Measure nothing; show and draw the newest records.")
-    smoke: bool = setting(False, "Test run: small, two ranks at most, one round, writes no record.")
 
     def way(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell. Raises UserError for one that cannot be."""
@@ -155,7 +154,7 @@ def newest(records: list[Record]) -> list[Record]:
 
 def run(settings: MoESweepSettings) -> None:
     """Measure or read, print, and draw. Raises UserError for what cannot be done."""
-    here, path = find_place(), settings.folder() / "moe_sweep.jsonl"
+    here, path = find_place(), settings.records_folder(DEVICE) / "moe_sweep.jsonl"
     picture = settings.plot or path.with_suffix(".svg")
     if settings.plot:
         check_path(settings.plot, "--plot")
@@ -173,7 +172,7 @@ def run(settings: MoESweepSettings) -> None:
                 settings.way(experts, capacity)
         with TemporaryDirectory(prefix="moe-sweep-") as folder:
             if here.rank == 0:
-                path = open_records(Path(folder) if settings.smoke else settings.folder(), "moe_sweep")
+                path = open_records(Path(folder) if settings.smoke else settings.records_folder(DEVICE), "moe_sweep")
             records, before = [], len(every_record(path)) if here.rank == 0 else 0
             try:
                 measure(settings, here, path)

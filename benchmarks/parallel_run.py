@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -11,27 +11,27 @@ from torch import Tensor
 
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import RankOptions
 from benchmarks.lib.peers import Build
 from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
-from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
+from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost import Hardware, count_parameters, predict
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import PATIENCE, format_bytes, format_count, format_seconds, setting
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset, with_edition
 
 
 @dataclass(frozen=True)
-class ParallelSettings(RecordOptions):
+class ParallelSettings(RankOptions):
     """Options of a benchmark over several ranks."""
 
     size: str = setting("tiny", "Model preset.")
@@ -43,11 +43,8 @@ class ParallelSettings(RecordOptions):
     batch_size: int = setting(4, "Sequences of each rank in a step.", type=click.IntRange(1))
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=click.IntRange(1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
     rounds: int = setting(7, "Turns of each candidate.", type=click.IntRange(1))
     steps: int = setting(3, "Timed steps per turn.", type=click.IntRange(1))
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
     def config(self) -> ModelConfig:

@@ -21,7 +21,7 @@ from benchmarks.lib.scaling_plot import draw
 from benchmarks.lib.scaling_record import Layout, degrees, gate, make_record, study_run
 from benchmarks.lib.scaling_run import ScalingRun
 from benchmarks.lib.scaling_tables import PUBLISHED, markdown, show_records, show_runs, tables_apart
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.records import Record
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import choose_backend
@@ -154,7 +154,7 @@ def measure(settings: ScalingSettings) -> None:
     """
     here = find_place()
     kind = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    settings, device, path = replace(settings, device=kind), torch.device(kind), None
+    settings, device = replace(settings, device=kind), torch.device(kind)
     if settings.plot:
         check_path(settings.plot, "--plot")
     layouts = plan(settings, here)
@@ -163,19 +163,16 @@ def measure(settings: ScalingSettings) -> None:
         layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)
     check_memory(layouts, device)
-    if here.rank == 0 and not settings.smoke:
-        path = open_records(results_folder(settings.results, settings.machine, device), "scaling")
+    recorder = settings.recorder("scaling", device) if here.rank == 0 else None
     study = Study(settings, layouts, Launcher(here, kind))
     study.check()
     study.play()
     records = study.records()
-    if here.rank > 0:
+    if recorder is None:
         return
     show_records(records)
-    if path:
-        for record in records:
-            append_record(record, path)
-        print(appended(len(records), path))
+    recorder.keep(*records)
+    recorder.tell()
     measured = tables_apart([record for record in records if record.samples_ms]) if settings.plot else []
     for mine in measured:
         runs = [study_run(record) for record in mine]

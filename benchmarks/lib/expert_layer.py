@@ -1,18 +1,16 @@
 """One expert layer over several ranks, the ways to dispatch its tokens, the predicted cost of each, and the gate."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
 from benchmarks.collective import room
 from benchmarks.gate import UNIT_ROUNDOFF
 from benchmarks.harness import WrongResultError, require_close
+from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.rank_times import gather_times
-from benchmarks.records import results_folder
 from cs336_systems.comm import Group, agree
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost import Hardware
@@ -28,7 +26,6 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
-COUNT = click.IntRange(1)
 DEVICE = torch.device("cpu")  # whose time is asked for
 ITEM = torch.float32.itemsize
 # Operators of a sorted layer, forward and backward: router, sort, gather, experts and the way back. A test counts them.
@@ -46,21 +43,14 @@ STAGES = {False: 16, True: 32}
 
 
 @dataclass(frozen=True)
-class LayerSettings:
-    """Options that all benchmarks of one expert layer have: its size, how it is run, where records go."""
+class LayerSettings(RecordOptions):
+    """Options that all benchmarks of one expert layer have: its size, and how it is run."""
 
     tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
     d_model: int = setting(64, "Width of a token.", type=COUNT)
     d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     threads: int = setting(1, "Threads of each rank; idle ones would spin and add to CPU time.", type=COUNT)
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder for the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
-    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
-
-    def folder(self) -> Path:
-        """Folder of the records."""
-        return results_folder(self.results, self.machine, DEVICE)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from benchmarks.allreduce_plot import STYLES
+from benchmarks.allreduce_plot import name_ticks
 from benchmarks.collective import size_name
 from benchmarks.records import Record
-from cs336_systems.cost.plots.style import ticks_at, tidy
+from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
-CANDIDATES = {"einsum": "black", "sort": "#E69F00"}  # which no number of experts has
+CANDIDATES = {"einsum": "black", "sort": "#E69F00"}
 DASHES = ("-", "--", ":")
 Name = Callable[[float], str]
 
@@ -99,7 +99,7 @@ def _draw_dropped(axes: Any, sort: Sequence[Record]) -> None:
     _over_factor(axes, sort, "dropped_share", "{} experts")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("choices that find no slot")
-    axes.yaxis.set_major_formatter(_named(lambda value: f"{value:.0%}"))
+    name_ticks(axes.yaxis, lambda value: f"{value:.0%}")
     tidy(axes, "Dropped")
 
 
@@ -113,7 +113,7 @@ def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = ""
         axes.plot(list(map(factor, line)), values, color=colour, marker=marker, markersize=5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("capacity: slots of all experts / tokens")
-    axes.xaxis.set_major_formatter(_named(lambda value: f"{value:g}"))
+    name_ticks(axes.xaxis, lambda value: f"{value:g}")
 
 
 def _name_steps(axes: Any, label: str, name: Name) -> None:
@@ -122,9 +122,5 @@ def _name_steps(axes: Any, label: str, name: Name) -> None:
     axes.set_yscale("log")
     axes.set_ylabel(label)
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(_named(name))
+    name_ticks(axes.yaxis, name)
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-
-
-def _named(name: Name) -> Any:
-    return import_module("matplotlib.ticker").FuncFormatter(lambda value, _: name(value))

@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+import click
 import torch
 
 from benchmarks.records import Record, append_record, appended, open_records, results_folder
-from cs336_systems.host.console import setting
+from cs336_systems.comm.startup import TIMEOUT, Backend
+from cs336_systems.host.console import PATIENCE, setting
+
+COUNT = click.IntRange(1)
 
 
 @dataclass
@@ -45,3 +50,12 @@ class RecordOptions:
     def recorder(self, benchmark: str, device: torch.device) -> Recorder:
         """Make a command's recorder, in a smoke run without a file. Raises UserError if it cannot be written."""
         return Recorder(None if self.smoke else open_records(self.records_folder(device), benchmark))
+
+
+@dataclass(frozen=True)
+class RankOptions(RecordOptions):
+    """Options of a benchmark that runs on several ranks."""
+
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import click
 
-from cs336_systems.comm.startup import TIMEOUT, Backend
+from benchmarks.lib.options import COUNT, RankOptions
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import PATIENCE, setting
+from cs336_systems.host.console import setting
 from cs336_systems.presets import Recompute, preset
 from cs336_systems.schedule.lists import ScheduleName
 from cs336_systems.train.recipe import Recipe
 
-COUNT = click.IntRange(1)
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # What makes a smoke run short, in place of the defaults.
 SMOKE: dict[str, Any] = {"context": 32, "rounds": 1, "steps": 1, "warmup": 1}
@@ -25,7 +24,7 @@ VOCABULARY = 512
 
 
 @dataclass(frozen=True)
-class ScalingSettings:
+class ScalingSettings(RankOptions):
     """Options of the command line, one field each."""
 
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, as tp x pp x dp or RANKS:tp x pp x dp.")
@@ -51,14 +50,7 @@ class ScalingSettings:
     sequence_parallel: bool = setting(False, "Split activations along the sequence, in layouts with tp ranks.")
     recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     plot: Path | None = setting(None, "Picture to draw: .png, .svg, .pdf.")
-    results: Path | None = setting(None, "Folder for the records.  [default: runs/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: name of its device]")
-    commit: str | None = setting(None, "Commit to record, if this copy has no .git folder.")
-    smoke: bool = setting(False, "Test run: writes no record; one step of two layouts unless others are given.")
 
     def batch(self, dp: int) -> int:
         """Sequences in a step with so many replicas. Raises UserError if both kinds of scaling were asked for."""

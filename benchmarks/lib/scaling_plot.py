@@ -5,10 +5,9 @@ from importlib import import_module
 from itertools import cycle
 from typing import Any
 
-from benchmarks.allreduce_plot import STYLES
 from benchmarks.lib.scaling_anomalies import anomalies
 from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
-from cs336_systems.cost.plots.style import ticks_at, tidy
+from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 
 # Okabe and Ito 2008; the bubble is hatched, since it is the absence of work.
 PARTS = {
