@@ -16,7 +16,6 @@ import torch
 from benchmarks.expert_tables import layers
 from benchmarks.expert_tables import show as show_table
 from benchmarks.lib.expert_layer import (
-    COUNT,
     DEVICE,
     Bench,
     LayerSettings,
@@ -27,6 +26,7 @@ from benchmarks.lib.expert_layer import (
     too_large,
 )
 from benchmarks.lib.expert_turns import Candidate, take_turns
+from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.comm import Place, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks

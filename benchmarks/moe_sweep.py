@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.expert_tables import show, sweep
 from benchmarks.lib.expert_layer import (
-    COUNT,
     DEVICE,
     Bench,
     LayerSettings,
@@ -30,6 +29,7 @@ from benchmarks.lib.expert_layer import (
 )
 from benchmarks.lib.expert_picture import draw
 from benchmarks.lib.expert_turns import Candidate, take_turns
+from benchmarks.lib.options import COUNT
 from benchmarks.records import Record, append_record, every_record, open_records, read_records, require_written
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks

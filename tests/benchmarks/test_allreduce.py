@@ -233,7 +233,7 @@ def test_a_line_of_the_plot_is_a_number_of_ranks_on_a_link():
     assert allreduce_plot.label(measured(device="cuda").config) == "2 ranks, gloo, GPU tensors"
 
 
-@pytest.mark.skipif(not allreduce_plot.can_plot(), reason="matplotlib is in the extra `writeup`")
+@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
 def test_the_plot_is_the_same_for_the_same_records(in_tmp):
     path = in_tmp / "allreduce.jsonl"
     for record in (measured(1000), measured(10**6), measured(10**6, 4)):

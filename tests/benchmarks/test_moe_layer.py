@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer
+from benchmarks.lib import expert_layer, options
 from benchmarks.lib.expert_layer import Bench, build_layer, predict, too_large
 from benchmarks.lib.expert_turns import Candidate, Lap
 from benchmarks.records import read_records
@@ -213,7 +213,7 @@ def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     monkeypatch.setattr(
         moe_layer, "start_ranks", lambda work, device, nproc, settings: started.append((nproc, settings))
     )
-    monkeypatch.setattr(moe_layer, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(moe_layer.main, ["--smoke"]) == 0
     [(nproc, settings)] = started
     assert nproc == 2
