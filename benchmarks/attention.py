@@ -32,6 +32,7 @@ from benchmarks.lib.kernel_run import (
     show_table,
     time_cells,
 )
+from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, setting
@@ -70,8 +71,8 @@ class AttentionSettings(KernelSettings):
     """Options of the command line, one field each."""
 
     grid: Grid = setting("course", "Shapes of one of the write-up's tasks.")
-    sequence: tuple[int, ...] = setting((), "Context instead of the grid's; may be repeated.", type=click.IntRange(1))
-    dim: tuple[int, ...] = setting((), "Head dimension instead of the grid's; may be repeated.", type=click.IntRange(1))
+    sequence: tuple[int, ...] = setting((), "Context instead of the grid's; may be repeated.", type=COUNT)
+    dim: tuple[int, ...] = setting((), "Head dimension instead of the grid's; may be repeated.", type=COUNT)
 
     def tasks(self) -> list[AttentionTask]:
         """The shapes of the grid, short sequences first, from which the time of long ones is estimated."""

@@ -16,6 +16,7 @@ import click
 from benchmarks.checkpoint_tables import checkpoint_sheet
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
+from benchmarks.lib.options import COUNT
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
@@ -33,8 +34,8 @@ class CheckpointSettings(ParallelSettings):
     """Options of the command line, one field each."""
 
     size: str = setting("small", "Model preset.")
-    batch_size: int = setting(1, "Sequences of each rank in the single training step.", type=click.IntRange(1))
-    context: int | None = setting(32, "Tokens in a sequence.", type=click.IntRange(1))
+    batch_size: int = setting(1, "Sequences of each rank in the single training step.", type=COUNT)
+    context: int | None = setting(32, "Tokens in a sequence.", type=COUNT)
     folder_of_files: Path | None = setting(
         None, "Folder for the checkpoints, to choose a disk.  [default: a temporary folder here]"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import WrongResultError, noise, require_close, summarise
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record, require_written
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
@@ -47,10 +47,8 @@ class AllReduceSettings(RecordOptions):
     sizes: str | None = setting(
         None, f"Sizes of the float32 tensor in bytes; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
     )
-    nproc: int | None = setting(
-        None, "Ranks to start, without torchrun.  [default: 2, then 4, then 6]", type=click.IntRange(1)
-    )
-    steps: int = setting(5, "Timed all-reduces of each size.", type=click.IntRange(1))
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2, then 4, then 6]", type=COUNT)
+    steps: int = setting(5, "Timed all-reduces of each size.", type=COUNT)
     warmup: int = setting(5, "Untimed all-reduces of each size before the timed ones.", type=click.IntRange(0))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")

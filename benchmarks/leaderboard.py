@@ -18,7 +18,7 @@ from benchmarks.harness import summarise, suspicions
 from benchmarks.lib.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
 from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
 from benchmarks.lib.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.lib.plan import measure_once
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
@@ -43,15 +43,11 @@ class LeaderboardSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
-    layers: int | None = setting(
-        None, "Layers of the 8B model.  [default: as many as fit, 34 at most]", type=click.IntRange(1)
-    )
-    batch_size: int | None = setting(
-        None, "Sequences in a step.  [default: 2, or 1 if 2 do not fit]", type=click.IntRange(1)
-    )
+    layers: int | None = setting(None, "Layers of the 8B model.  [default: as many as fit, 34 at most]", type=COUNT)
+    batch_size: int | None = setting(None, "Sequences in a step.  [default: 2, or 1 if 2 do not fit]", type=COUNT)
     compile: bool = setting(False, "Compile the model with torch.compile.")
     seconds: float = setting(10.0, "Seconds of repetitions of the attention task.", type=click.FloatRange(0.1))
-    steps: int = setting(3, "Timed training steps, after two untimed ones.", type=click.IntRange(1))
+    steps: int = setting(3, "Timed training steps, after two untimed ones.", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
 

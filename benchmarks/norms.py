@@ -34,6 +34,7 @@ from benchmarks.lib.norm_candidates import (
     prepare,
     prepare_copy,
 )
+from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, setting
@@ -60,10 +61,8 @@ CAPTION = (
 class NormSettings(KernelSettings):
     """Options of the command line, one field each."""
 
-    rows: int | None = setting(
-        None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=click.IntRange(1)
-    )
-    columns: tuple[int, ...] = setting((), "Columns; may be repeated.", type=click.IntRange(1))
+    rows: int | None = setting(None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=COUNT)
+    columns: tuple[int, ...] = setting((), "Columns; may be repeated.", type=COUNT)
 
     def shapes(self, device: torch.device) -> list[Shape]:
         """The shapes to measure: the write-up's and a language model's, or those that were asked for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
-from benchmarks.lib.options import RankOptions
+from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.peers import Build
 from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
 from benchmarks.records import Record
@@ -39,12 +39,12 @@ class ParallelSettings(RankOptions):
         DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
     )
     d_model: int | None = setting(None, "Width instead of the preset's; sets d_ff to 4 x it.", type=click.IntRange(64))
-    layers: int | None = setting(None, "Depth instead of the preset's.", type=click.IntRange(1))
-    batch_size: int = setting(4, "Sequences of each rank in a step.", type=click.IntRange(1))
-    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
-    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=click.IntRange(1))
-    rounds: int = setting(7, "Turns of each candidate.", type=click.IntRange(1))
-    steps: int = setting(3, "Timed steps per turn.", type=click.IntRange(1))
+    layers: int | None = setting(None, "Depth instead of the preset's.", type=COUNT)
+    batch_size: int = setting(4, "Sequences of each rank in a step.", type=COUNT)
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
+    rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
+    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
     def config(self) -> ModelConfig:

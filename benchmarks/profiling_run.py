@@ -18,6 +18,7 @@ from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.lib.model_options import ModelOptions
+from benchmarks.lib.options import COUNT
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.lib.profiling_pictures import leave_pictures, memory_snapshot
 from benchmarks.lib.profiling_record import beside_measured, make_record, predicted
@@ -55,11 +56,11 @@ class ProfilingSettings(ModelOptions):
         None, "Data-parallel wrapper.  [default: bucketed, or none for one rank]", type=click.Choice(list(BUILDS))
     )
     bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
-    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)
     backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     warmup: int = setting(2, "Steps before the profiled ones.", type=click.IntRange(0))
-    steps: int = setting(2, "Profiled steps.", type=click.IntRange(1))
+    steps: int = setting(2, "Profiled steps.", type=COUNT)
     stack: bool = setting(False, "Also record Python's stack frames; slower.")
     nvtx: bool = setting(False, "Add NVTX ranges of the same names, for nsys (CUDA).")
     out: Path | None = setting(None, "Folder for the output.  [default: runs/profile/<size>-<wrapper>]")

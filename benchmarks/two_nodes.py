@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from benchmarks.lib.options import COUNT
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -37,7 +38,7 @@ GRACE = 10.0  # seconds that one node gets to say what it misses after the other
 class TwoNodesSettings:
     """Options of the command line, one field each."""
 
-    nproc: int = setting(1, "Ranks per node.", type=click.IntRange(1))
+    nproc: int = setting(1, "Ranks per node.", type=COUNT)
     rate: str = setting("1gbit", "Speed of the link in each direction, in tc's notation.")
     latency: str = setting(
         "50ms", "Longest wait in the link's queue before packets are dropped; there is no other delay."

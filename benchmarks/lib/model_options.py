@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import click
 import torch
 
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.lib.workload import Case
 from cs336_systems.host.console import setting
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Precision, Recompute, preset
@@ -26,9 +25,9 @@ class ModelOptions(RecordOptions):
     kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
     compile: bool = setting(False, "Compile the model with torch.compile.")
     recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
-    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
-    batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=click.IntRange(1))
-    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
+    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=COUNT)
+    batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=COUNT)
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def case(self, size: str, device: torch.device) -> Case:

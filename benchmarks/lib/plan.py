@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
 from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.options import COUNT
 from benchmarks.lib.workload import PHASES, Case
 from benchmarks.records import Record
 from cs336_systems.cost import (
@@ -38,7 +39,7 @@ class PassSettings(ModelOptions):
     # The first step makes the optimizer's state, so the second is the first like all others.
     warmup: int = setting(2, "Untimed passes before the timed ones; 0 shows a cold start.", type=click.IntRange(0))
     steps: int | None = setting(
-        None, "Timed passes.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
+        None, "Timed passes.  [default: 5, or as few as 2 where 5 would take minutes]", type=COUNT
     )
 
     def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:
