@@ -14,7 +14,7 @@ from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, predicted_ms, timing
 from writeup.tables import Table
-from writeup.words import faster, hours_apart, joined, pair_ratios
+from writeup.words import faster, joined, pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
@@ -100,17 +100,6 @@ def said(pairs: Pairs, variant: str, base: str) -> list[str]:
 def size_and_pass(record: Record) -> list[str]:
     """The first two cells of a row."""
     return [markdown_text(str(record.config[key])) for key in ("size", "mode")]
-
-
-def twins(plain: Citation, other: Citation) -> list[tuple[Record, Record]]:
-    """Records of two citations of e2e that differ in the variant alone and were measured together."""
-    found = []
-    for record in other.measured:
-        where = {key: value for key, value in record.config.items() if key not in VARIED}
-        twin = plain.measured.one(where)
-        if twin and hours_apart(twin, record) <= TOGETHER:
-            found.append((twin, record))
-    return found
 
 
 def setup(cited: Citation, vary: tuple[str, ...] = ()) -> str:

@@ -9,7 +9,6 @@ from benchmarks.lib.profiling_pictures import picture_beside, tables_beside
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.figures import Figure, picture
-from writeup.words import joined
 
 BELOW = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9./-]*")  # a folder below that of the records
 
@@ -28,16 +27,6 @@ def tables(book: Book, record: Record) -> dict[str, Any] | None:
 def with_tables(book: Book, cited: Citation) -> Citation:
     """Select the profiles whose tables and pictures are there; without any, the citation counts as not measured."""
     return replace(cited, records=tuple(record for record in cited.measured if tables(book, record)))
-
-
-def without_tables(book: Book, cited: Citation) -> str:
-    """Sentence on profiles without tables; nothing if all have them, or if a later profile replaced those without."""
-    kept = with_tables(book, cited).values("size") if with_tables(book, cited) else []
-    bare = [record.config["size"] for record in cited.measured if record.config["size"] not in kept]
-    if not bare:
-        return ""
-    sizes = joined(f"`{size}`" for size in dict.fromkeys(bare))
-    return f"{sizes} was profiled before tables were kept; profiled again, it is listed, too."
 
 
 def profile_picture(book: Book, record: Record | None, which: str, caption: str, alt: str) -> Figure | None:

@@ -59,12 +59,6 @@ def link_title(record: Record) -> str:
     return f"a link of {_speed(shaped)}" if shaped else str(record.config["link"]) or "the machine's own link"
 
 
-def link_rate(record: Record) -> float | None:
-    """Bytes/s of a link that was limited; None if it was not."""
-    shaped = SHAPED.fullmatch(str(record.config["link"]))
-    return float(shaped["number"]) * {"k": 1e3, "m": 1e6, "g": 1e9}[shaped["unit"]] / 8 if shaped else None
-
-
 def _speed(shaped: re.Match[str]) -> str:
     return f"{shaped['number']} {shaped['unit'].replace('m', 'M').replace('g', 'G')}bit/s"
 

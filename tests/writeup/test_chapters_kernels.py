@@ -14,7 +14,7 @@ from writeup.book import Book, Citation
 from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_share
 from writeup.chapters import flash_published, flash_sweep, layernorm
 from writeup.compose import chapter
-from writeup.model_pairs import BASE, in_turn, setup, twins
+from writeup.model_pairs import BASE, in_turn, setup
 from writeup.publications import publications
 from writeup.words import faster
 
@@ -147,15 +147,6 @@ def test_only_variants_of_one_run_are_compared():
     assert plain.environment == record.environment
     other_run = replace(base, samples_ms=[90.0] * 5)
     assert not in_turn(Citation("compare", "", (other_run, variant)), "compile")
-
-
-def test_models_stand_side_by_side_only_if_measured_together():
-    plain, other = e2e("rmsnorm", False, 1.0), e2e("layernorm", False, 2.0)
-    late = replace(other, environment={**WHERE, "date": "2026-01-02T04:04:05"})
-    assert twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (other,))) == [(plain, other)]
-    assert not twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (late,)))
-    large = replace(other, config={**other.config, "batch_size": 32})
-    assert not twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (large,)))
 
 
 def test_the_set_up_is_that_of_the_records():

@@ -15,7 +15,7 @@ from writeup.chapters.function_calls import command_of
 from writeup.chapters.mixed_precision import stuck, verdicts
 from writeup.chapters.peaks import error, moments
 from writeup.operators import OUTSIDE, answers, changed, counted, flops_ratio
-from writeup.profiles import profile_picture, with_tables, without_tables
+from writeup.profiles import profile_picture, with_tables
 
 SIZE = {"size": "small", "year": 2024, "norm": "rmsnorm", "attention": "naive"}
 SHAPE = SIZE | {"context": 128, "batch_size": 16, "precision": "fp32", "recompute": "none", "recompute_every": 1}
@@ -69,8 +69,6 @@ def test_pictures_are_shown_only_with_their_own_record(tmp_path):
     assert profile_picture(book, other, "flame", "caption", "alt") is None
     assert profile_picture(book, None, "flame", "caption", "alt") is None
     assert list(with_tables(book, cited(record, other, old))) == [record]
-    assert without_tables(book, cited(record, other, old)) == "", "there is a newer one"
-    assert without_tables(book, cited(old)).startswith("`small` was profiled before tables were kept")
 
 
 def test_what_the_original_says_of_the_toy_model_is_judged():

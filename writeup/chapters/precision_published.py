@@ -7,7 +7,6 @@ from writeup.ceilings import original_seconds
 from writeup.cells import NONE, quoted
 from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
-from writeup.words import span
 
 SOURCE, STUDENT = ORIGINAL, "brandon-snider"
 Times = tuple[Published | None, Published | None]  # in fp32, in bf16
@@ -61,12 +60,3 @@ def published(book: Book) -> Table:
         f"{STUDENT}: {hardware}; batch and context are not published, so nothing is predicted."
     )
     return Table(book, heads, rows, notes=[note])
-
-
-def their_ratios(book: Book) -> str:
-    """The factors that others have published: the original's range, and a student's."""
-    ours, later = (
-        span([ratio for both in times_of(book).values() if (ratio := factor(both))], "{:.2f}")
-        for times_of in (original_times, student_times)
-    )
-    return f"The original's factors are {ours}; a later student's are {later}"
