@@ -48,7 +48,7 @@ WORKERS ?= 5
 # Workers and the commands that tests start read compiled files, even where the environment says not to write any.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
 
-test: $(VENV)/.dev ## run the tests (no GPU needed; six to nine minutes on two cores)
+test: $(VENV)/.dev ## run the tests (no GPU needed; four to nine minutes on two cores)
 	$(PYTEST) -m "not slow"
 
 proof: $(VENV)/.dev ## run the proof alone: equality, misuse, kernels against float64, crashes, broken variants

@@ -38,14 +38,14 @@ def wrapper_order(wrap: Any) -> str:
     return " ".join([*words, *["R"] * len(reductions)])
 
 
-def _boxes(axes: Any, row: float, boxes: list[tuple[float, float, str, str]], size: float = 8) -> None:
+def draw_boxes(axes: Any, row: float, boxes: list[tuple[float, float, str, str]], size: float = 8) -> None:
     """Boxes (left, width, text, colour) in one lane."""
     for left, width, text, colour in boxes:
         axes.barh(row, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.6)
         axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=size, color="white")
 
 
-def _lanes(axes: Any, names: list[str]) -> None:
+def name_lanes(axes: Any, names: list[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xticks([])
@@ -70,8 +70,8 @@ def wrappers() -> Figure:
                     axes.plot([place + 0.5] * 2, [row - 0.45, row + 0.45], color="black", linewidth=2)
                 else:
                     boxes.append((float(place), 1.0, word, RED if word == "R" else BLUE))
-            _boxes(axes, row, boxes)
-        _lanes(axes, list(kinds))
+            draw_boxes(axes, row, boxes)
+        name_lanes(axes, list(kinds))
         axes.set_xlabel("order of events; the stroke is the end of backward")
 
     return draw(
@@ -96,7 +96,7 @@ def schedules() -> Figure:
                               linewidth=0.4, color=colours[each.action.kind],
                               alpha=1 - 0.35 * each.action.chunk)  # fmt: skip
             axes.set_title(f"{name}: ends at {max(a.end for row in played.timeline for a in row):g}", fontsize=8)
-            _lanes(axes, [f"stage {row}" for row in range(STAGES)])
+            name_lanes(axes, [f"stage {row}" for row in range(STAGES)])
         for kind, colour in colours.items():
             panels[0].barh(0, 0, color=colour, label={"backward": "backward, or of inputs alone"}.get(kind, kind))
         panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -122,11 +122,11 @@ def resting() -> Figure:
             for name, colour in parts.items():
                 boxes.append((left, found[name], f"{found[name]:g}" if found[name] >= 1 else "", colour))
                 left += found[name]
-            _boxes(axes, stage, boxes)
+            draw_boxes(axes, stage, boxes)
             axes.text(left + 0.2, stage, f"{left:g} bytes", va="center", fontsize=9)
         for name, colour in parts.items():
             axes.barh(0, 0, color=colour, label=name)
-        _lanes(axes, [f"stage {stage}" for stage in range(4)])
+        name_lanes(axes, [f"stage {stage}" for stage in range(4)])
         axes.set_xlim(0, 19)
         axes.legend(loc="lower right")
 
@@ -147,7 +147,7 @@ def tiles() -> Figure:
                 kind = "skipped" if key > query else "masked in part" if key == query else "whole"
                 colour = {"skipped": "#eeeeee", "masked in part": YELLOW, "whole": BLUE}[kind]
                 axes.barh(query, 0.94, left=key, height=0.9, color=colour)
-        _lanes(axes, [f"queries {query}" for query in range(count)])
+        name_lanes(axes, [f"queries {query}" for query in range(count)])
         axes.annotate("", (3.9, 4), (0.1, 4), arrowprops={"arrowstyle": "->", "color": "white", "linewidth": 2})
         for colour, name in ((BLUE, "computed"), (YELLOW, "computed and masked"), ("#eeeeee", "never read")):
             axes.barh(0, 0, color=colour, label=name)
@@ -169,13 +169,13 @@ def all_reduces() -> Figure:
             for rank in range(RANKS):
                 part = (rank - step) % RANKS if step < RANKS - 1 else (rank + 1 - step + RANKS - 1) % RANKS
                 colour = RED if step < RANKS - 1 else BLUE
-                _boxes(panels[0], rank, [(step, 0.95, f"{part} ▸ {(rank + 1) % RANKS}", colour)], 7)
+                draw_boxes(panels[0], rank, [(step, 0.95, f"{part} ▸ {(rank + 1) % RANKS}", colour)], 7)
         panels[0].set_title(f"ring: {2 * (RANKS - 1)} steps, part ▸ to rank", fontsize=8)
         for rank in range(RANKS):
-            _boxes(panels[1], rank, [(0, 0.95, f"adds {rank} of all", RED), (1, 0.95, "reads all parts", BLUE)], 7)
+            draw_boxes(panels[1], rank, [(0, 0.95, f"adds {rank} of all", RED), (1, 0.95, "reads all parts", BLUE)], 7)
         panels[1].set_title("two-shot, in shared memory: 2 steps", fontsize=8)
         for each in panels:
-            _lanes(each, [f"rank {rank}" for rank in range(RANKS)])
+            name_lanes(each, [f"rank {rank}" for rank in range(RANKS)])
 
     return draw(
         "schematic-all-reduce", "**A ring sends 2 (N - 1)/N of the tensor in 2 (N - 1) steps; shared memory "

@@ -4,12 +4,13 @@ from typing import Any
 
 from writeup.book import Book, facts
 from writeup.chapters import arithmetic, megatron
+from writeup.layer_schematics import split_block
 from writeup.schematics import schedules
 
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the sections, and the values that its sentences quote."""
-    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "schedules": schedules()}
+    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "schedules": schedules(), "split_block": split_block()}
     for part in (megatron, arithmetic):
         found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
     return found

@@ -12,6 +12,7 @@ from writeup.book import Book, Citation, facts, metric
 from writeup.cells import NONE, prediction, ratio, timing
 from writeup.errors import Unmeasured
 from writeup.figures import Figure, drawn
+from writeup.layer_schematics import sorted_experts
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
 from writeup.narrow import narrowed
 from writeup.tables import Table
@@ -46,6 +47,7 @@ def content(book: Book) -> dict[str, Any]:
         "calls": calls_table(book, evaluation, counted),
         "same_calls": same_calls(counted),
         "sweep": sweep_table(book, chosen),
+        "sorted_experts": sorted_experts(),
         "sweep_picture": sweep_picture(sweep) if sweep.measured else None,
         "f": facts(lambda: spoken(sweep)),
         "layer_shape": _layer_shape(layer),
