@@ -1,6 +1,7 @@
 """Sources that a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 from benchmarks.records import RESULTS, Record, every_record, read_records
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
 from writeup.catalogue import RUNS
 from writeup.catalogue import benchmark as catalogued
 from writeup.errors import CitationError, Unmeasured
@@ -129,6 +131,13 @@ def choose_machine(results: Path, wanted: str | None) -> str | None:
     return fitting[0]
 
 
+def place_of(record: Record) -> str:
+    """`AMD EPYC, 2 cores; torch 2.13.0, Triton 3.8.0, Python 3.11.7` of a record."""
+    where = record.environment
+    software = [f"{name} {where[name.lower()]}" for name in ("torch", "Triton", "Python") if where.get(name.lower())]
+    return printable(f"{where['device']}, {where['cores']} cores; {', '.join(software)}")
+
+
 @dataclass
 class Book:
     """The records of one machine, and every citation of them so far, by chapter."""
@@ -198,6 +207,11 @@ class Book:
     def everything(self) -> list[Record]:
         """Every record of the machine."""
         return [record for name in dict.fromkeys(run.name for run in RUNS) for record in self._records(name)]
+
+    @cached_property
+    def places(self) -> Counter[str]:
+        """The devices and the software of the records, with the number of records of each."""
+        return Counter(map(place_of, self.everything))
 
     @cached_property
     def published_suspects(self) -> list[Suspect]:

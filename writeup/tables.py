@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.records import Record
-from cs336_systems.host.text import markdown_code, markdown_text, printable
-from writeup.book import Book, Citation
+from cs336_systems.host.text import markdown_code, markdown_text
+from writeup.book import Book, Citation, place_of
 from writeup.cells import DOUBTFUL, NOISY
 
 COMMIT = re.compile("⟦([^⟧]*)⟧")  # as `writeup.cells.marks` has it
+ON_GPU = "python -m benchmarks.all"  # what to run for figures that only a GPU gives
 
 
 @dataclass
@@ -69,7 +70,8 @@ class Table:
 
 def not_measured(command: str) -> str:
     """Text of a cell whose record is missing."""
-    return f"::: missing\nNot measured on this machine. Run: {markdown_code(command)}\n:::"
+    where = "without a GPU. Run on one" if command == ON_GPU else "on this machine. Run"
+    return f"::: missing\nNot measured {where}: {markdown_code(command)}\n:::"
 
 
 def missing(citations: Iterable[Citation]) -> str:
@@ -90,7 +92,7 @@ def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str]
     """Text under a table: hardware, versions, commits, dates, runs, meaning of the marks; nothing without records."""
     if not records:
         return ""
-    lines = list(dict.fromkeys(_where(record) for record in records))
+    lines = list(dict.fromkeys(_where(book, record) for record in records))
     commits: dict[str, str] = {}
     for record in records:
         commits.setdefault(str(record.environment["commit"])[:7], str(record.environment["date"])[:10])
@@ -109,16 +111,10 @@ def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str]
     return "::: source\n" + ".\n".join(lines) + ".\n:::"
 
 
-def _where(record: Record) -> str:
-    where = record.environment
-    device = f"{where['device']}, {where['cores']} cores" + (
-        f" ({where['threads']} thread{'s' * (where['threads'] != 1)} a process)" if where.get("threads") else ""
-    )
-    software = ", ".join(
-        f"{name} {where[key]}"
-        for name, key in (("torch", "torch"), ("Triton", "triton"), ("Python", "python"))
-        if where.get(key)
-    )
-    kind = "on a CPU" if where.get("device_type") == "cpu" else "on a GPU"
-    pages = "; freed pages kept" if where.get("pages_kept") else ""
-    return markdown_text(printable(f"Measured {kind}: {device}; {software}{pages}"))
+def _where(book: Book, record: Record) -> str:
+    where, count = record.environment, record.environment.get("threads")
+    kind = "GPU" if where.get("device_type") == "cuda" else "CPU"
+    named = len(book.places) == 1  # in the introduction
+    place = f"the [{kind} of this edition](#introduction)" if named else f"a {kind}: {markdown_text(place_of(record))}"
+    threads = f", {count} thread{'s' * (count != 1)} a process" if count else ""
+    return f"Measured on {place}{threads}{'; freed pages kept' * bool(where.get('pages_kept'))}"

@@ -19,7 +19,7 @@ from writeup.cells import mean_and_deviation, prediction, quartiles, timing
 from writeup.contents import CHAPTERS
 from writeup.errors import CitationError
 from writeup.freshness import ROOT
-from writeup.tables import Table
+from writeup.tables import Table, provenance
 from writeup.words import differ, faster, from_which, hours_apart, joined, pair_ratios, prediction_error
 
 HEAD = "a" * 40
@@ -88,8 +88,11 @@ def test_a_table_says_where_it_comes_from(book):
     cited = book.cite("norms", columns=1024)
     table = str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited))
     assert "| who | time |\n| :-- | --: |\n| eager | 12.0 ms |\n| fused | 5.00 ms |" in table
-    assert "Measured on a CPU: Test &lt;CPU>, 2 cores (2 threads a process); torch 2.13, Python 3.11.7; " in table
-    assert "commit aaaaaaa (2026-01-02)." in table
+    threads = "2 threads a process; commit aaaaaaa (2026-01-02)."
+    assert f"Measured on the [CPU of this edition](#introduction), {threads}" in table
+    book.places["another machine"] = 1  # which the reader must tell apart
+    place = r"Measured on a CPU: Test &lt;CPU>, 2 cores; torch 2.13, Python 3.11.7"
+    assert f"{place}, {threads}" in provenance(book, cited.records, {}, noisy=False)
 
 
 def test_the_spread_is_that_between_runs(tmp_path):
@@ -236,7 +239,7 @@ def test_sentences_follow_the_data():
         ("## One {#one}\n\n{{ there / 0 }}", "chapter one: a record does not fit, TypeError: unsupported operand"),
         (
             "## One {#one}\n\n{{ table }}",
-            "chapter one: a record does not fit, KeyError: there is no 'cores' (tables.py:",
+            "chapter one: a record does not fit, KeyError: there is no 'cores' (book.py:",
         ),
     ],
 )

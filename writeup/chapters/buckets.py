@@ -56,10 +56,11 @@ def content(book: Book) -> dict[str, Any]:
     single = book.cite("allreduce", nodes=1, link="")
     runs = [*runs_of(plain), *runs_of(slow)]
     models = [model for run in runs if (model := model_of(run))]
+    drawn = {bool(model.run.records[0].config["link"]): model for model in reversed(models)}  # the widest on each link
     return {
         "fits": fits(book, models, single, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
-        "picture": picture(models if len(models) < 2 else [models[0], models[-1]]) if models else None,
+        "picture": picture([drawn[link] for link in sorted(drawn)]) if models else None,
         "published": published(book),
     }
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from writeup.book import Book, facts
+from writeup.book import Book, Citation, facts
+from writeup.cells import median_ms
 from writeup.chapters import buckets, wrappers
 from writeup.schematics import wrappers as wrappers_picture
 
@@ -16,24 +17,23 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(book: Book) -> dict[str, Any]:
-    """Overlap by the traces of `overlapped`, and what its step exposes, over gloo and over shared memory."""
+    """Overlap by the traces of `overlapped`, and what steps expose: of a small model over gloo and over shared memory,
+    and of the course's `small` over shared memory and between two nodes."""
     traced = book.cite("profiling", ranks=2, wrapper="overlapped").need()
-    where = {"d_model": 512, "context": 32, "link": ""}
-    steps = book.cite("ddp", where)
-    found = {}
-    for backend in ("gloo", "shm"):
-        naive, flat, overlapped = (
-            steps.need(backend=backend, candidate=name).metrics["exposed_ms"]
-            for name in ("naive", "flat", "overlapped")
-        )
-        found[backend] = {"naive": naive, "flat": flat, "overlapped": overlapped}
-    sized = [each.metrics for each in book.cite("ddp", size="small", link="", backend="shm").measured]
-    sized = [each for each in sized if "communication_ms" in each]
-    if sized:
-        found["small"] = {"share": max(each["communication_share"] for each in sized),
-                          "times": min(each["exposed_ms"] / each["communication_ms"] for each in sized)}  # fmt: skip
-    slow = book.cite("ddp", link=bool, backend="gloo")
-    naive, overlapped = (slow.need(candidate=name).metrics["exposed_ms"] for name in ("naive", "overlapped"))
-    return found | {"overlap": min(traced.metrics["overlap"]), "most": max(traced.metrics["overlap"]),
-                    "alone": steps.need(backend="gloo", candidate="overlapped").metrics["communication_ms"],
-                    "slow": 1 - overlapped / naive}  # fmt: skip
+    steps = book.cite("ddp", d_model=512, context=32, link="")
+    own, slow = (book.cite("ddp", size="small", **where) for where in ({"link": "", "backend": "shm"}, {"link": bool}))
+    sized = [each.metrics for each in own.measured if "communication_ms" in each.metrics]
+    return {
+        "gloo": exposed(steps.only(backend="gloo")), "shm": exposed(steps.only(backend="shm")),
+        "own": exposed(own), "slow": exposed(slow),
+        "overlap": min(traced.metrics["overlap"]), "most": max(traced.metrics["overlap"]),
+        "alone": steps.need(backend="gloo", candidate="overlapped").metrics["communication_ms"],
+        "longer": slow.need(candidate="naive").metrics["exposed_ms"] / median_ms(slow.need(candidate=wrappers.ALONE)),
+        "share": max(each["communication_share"] for each in sized),
+        "times": min(each["exposed_ms"] / each["communication_ms"] for each in sized),
+    }  # fmt: skip
+
+
+def exposed(cited: Citation) -> dict[str, float]:
+    """Milliseconds of communication that three wrappers expose."""
+    return {name: cited.need(candidate=name).metrics["exposed_ms"] for name in wrappers.RUNGS}

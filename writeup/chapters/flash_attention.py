@@ -12,7 +12,7 @@ from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, li
 from writeup.errors import Unmeasured
 from writeup.figures import Figure, draw, logarithmic
 from writeup.schematics import tiles
-from writeup.tables import Table
+from writeup.tables import ON_GPU, Table
 from writeup.words import joined, pair_ratios
 
 BOTH = "forward-backward"
@@ -35,7 +35,7 @@ def content(book: Book) -> dict[str, Any]:
         keeps=True,
         command="python -m benchmarks.attention --grid flash",
     )
-    ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command="python -m benchmarks.all")
+    ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command=ON_GPU)
     shown = narrowed(flash)
     return {
         "course": sweep(book, course),

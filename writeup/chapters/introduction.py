@@ -1,12 +1,11 @@
 """Introduction: the document's purpose, its machine, the age of its records, and the errors of its predictions."""
 
-from collections import Counter
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.host.text import markdown_code, markdown_text, printable
+from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.basis import rates_table, sizes_table
 from writeup.book import Book, Citation, machines
 from writeup.catalogue import RUNS
@@ -29,7 +28,7 @@ def content(book: Book) -> dict[str, Any]:
     times = {name: pairs for name, found in timed.items() if (pairs := time_pairs(found))}
     return {
         "count": len(records),
-        "where": described(records),
+        "where": [f"{markdown_text(place)}: {count} records" for place, count in book.places.items()],
         "dates": dates(records),
         "overview": Table(book, COLUMNS, [_row(book, name, found) for name, found in cited.items() if found], []),
         "picture": picture(times) if times else None,
@@ -80,17 +79,6 @@ def _row(book: Book, name: str, found: Citation) -> list[str]:
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {last}"
     cells = [", ".join(map(markdown_text, commits)), markdown_text(span)]
     return [name, str(len(found)), *cells, shares(time_pairs(found)), shares(memory_pairs(found))]
-
-
-def described(records: list[Record]) -> list[str]:
-    """Each machine and its software, with the number of records of it."""
-    counted: Counter[str] = Counter()
-    for record in records:
-        where = record.environment
-        kind = "a GPU" if where.get("device_type") == "cuda" else "a CPU"
-        software = [f"{name} {where[name]}" for name in ("torch", "triton", "python") if where.get(name)]
-        counted[f"{where['device']} ({kind}), {where['cores']} cores; {', '.join(software)}"] += 1
-    return [f"{markdown_text(printable(name))}: {count} records" for name, count in counted.items()]
 
 
 def picture(times: dict[str, list[Pair]]) -> Figure:

@@ -30,11 +30,12 @@ def content(book: Book) -> dict[str, Any]:
     plain = book.cite("ddp", link="", command=DDP)
     slow = book.cite("ddp", link=bool, command=THROTTLED)
     traced = book.cite("profiling", ranks=lambda n: n > 1, wrapper=WRAPPERS, command=f"{TRACE} naive")
-    runs = [*runs_of(plain), *runs_of(slow)]
+    links = [runs_of(plain), runs_of(slow)]
+    runs = [run for found in links for run in found]
     return {
         "steps": [(title(run), steps(book, run)) for run in runs],
         "missing": missing([plain, slow]),
-        "picture": picture(list({id(run): run for run in (runs[0], runs[-1])}.values())) if runs else None,
+        "picture": picture([found[0] for found in links if found]) if runs else None,
         "overlaps": overlaps(book, traced),
         "traces": traces(book, traced),
         "published": published(book),
