@@ -52,7 +52,7 @@ def work(place: Place, job: AllReduceJob) -> None:
 
 
 def output_of_ranks(nbytes: int, ranks: int, job: AllReduceJob) -> str:
-    """What rank 0 of lib/mpi_rank.py prints about one size. Raises UserError."""
+    """Line that rank 0 of lib/mpi_rank.py prints about one size, behind what MPI may say. Raises UserError."""
     settings = job.settings
     numbers = map(str, (nbytes, settings.warmup, settings.steps, SMALL_BYTES, PROBE_BYTES))
     # mpi4py's runner ends all ranks if one raises.
@@ -71,4 +71,4 @@ def output_of_ranks(nbytes: int, ranks: int, job: AllReduceJob) -> str:
     if process.returncode:
         last = [line for line in errors.decode(errors="replace").splitlines() if line.strip()][-1:]
         raise UserError(printable(f"{name} ended with code {process.returncode}: {' '.join(last) or 'no message'}"))
-    return output.decode()
+    return output.decode().splitlines()[-1]

@@ -92,10 +92,12 @@ def serve_cases(rank: int, pipe: TextIO) -> None:
 
 
 def note_code() -> None:
-    """Note the functions and classes that cases may patch: those of our modules and classes, and of modules we use."""
-    original.clear()
-    for name, module in list(sys.modules.items()):
-        if module and (name in OTHERS or name.partition(".")[0] in ("cs336_systems", "benchmarks", "kernels")):
+    """Note the functions and classes that cases may patch: those of our modules and classes, and of modules we use;
+    of modules imported since the last time."""
+    for name in sys.modules.keys() - noted:
+        noted.add(name)
+        ours = name in OTHERS or name.partition(".")[0] in ("cs336_systems", "benchmarks", "kernels")
+        if ours and (module := sys.modules[name]):
             for key, value in list(vars(module).items()):
                 if callable(value):
                     original.append((vars(module), key, value))
@@ -106,6 +108,7 @@ def note_code() -> None:
 
 OTHERS = ("torch", "torch.distributed", "os", "time", "socket", "shutil", "signal")
 original: list[tuple[Mapping[str, object], str, object]] = []  # (names, name, value)
+noted: set[str] = set()  # modules
 
 
 def run_rank(request: dict, rank: int, folder: Path) -> None:
