@@ -9,6 +9,7 @@ from writeup.book import Book, machines
 from writeup.compose import compose
 from writeup.edition import parts
 from writeup.render import write_figures, write_html, write_pdf
+from writeup.tables import plain
 
 
 def build(book: Book, out: Path, chosen: Sequence[str] = (), solutions: bool = True) -> None:
@@ -20,7 +21,7 @@ def build(book: Book, out: Path, chosen: Sequence[str] = (), solutions: bool = T
     with console.progress("writing", count + 2) as advance:
         manuscript = compose(book, advance, chosen, solutions)
         with console.os_errors(*writing):
-            (out / "writeup.md").write_text(manuscript.text, encoding="utf-8")
+            (out / "writeup.md").write_text(plain(manuscript.text), encoding="utf-8")
             write_figures(manuscript, out)
             write_html(manuscript, out / "index.html")
             advance("HTML")

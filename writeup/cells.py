@@ -28,9 +28,10 @@ def median_ms(record: Record) -> float:
 
 
 def marks(book: Book, record: Record) -> str:
-    """Signs behind a figure, which the table explains: its commit (which becomes a letter), implausible, noisy."""
+    """Signs behind a figure, which the table explains: its commit (which becomes a letter) and its record, implausible,
+    noisy."""
     signs = [DOUBTFUL] * bool(book.suspicions(record)) + [NOISY] * bool(record.flags)
-    return "".join([f"⟦{str(record.environment.get('commit'))[:7]}⟧", *signs])
+    return "".join([f"⟦{str(record.environment.get('commit'))[:7]} {id(record)}⟧", *signs])
 
 
 def age(book: Book, record: Record) -> str:

@@ -3,13 +3,17 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from benchmarks.harness import summarise
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book, Citation, place_of
 from writeup.cells import DOUBTFUL, NOISY
+from writeup.plausibility_figures import label
 
-COMMIT = re.compile("⟦([^⟧]*)⟧")  # as `writeup.cells.marks` has it
+MARKED = re.compile(r"([^⟦⟧\[\]]*)⟦(\S*) (\d+)⟧")  # a figure, the commit and the id of its record: see `cells.marks`
+MEASURED = re.compile(r"\[([^\[\]]*)\]\{\.measured [^{}]*\}")  # what becomes of it
 ON_GPU = "python -m benchmarks.all"  # what to run for figures that only a GPU gives
 
 
@@ -47,7 +51,8 @@ class Table:
         parts = [missing(self.citations)]
         if self.records or self.always or not self.citations:
             letters = self._letters()
-            rows = [[COMMIT.sub(lambda found: letters.get(found[1], ""), cell) for cell in row] for row in self.rows]
+            with_record = partial(_with_record, letters, {str(id(record)): record for record in self.records})
+            rows = [[MARKED.sub(with_record, cell) for cell in row] for row in self.rows]
             note = provenance(self.book, self.records, letters, any(NOISY in cell for row in rows for cell in row))
             caption = f"\n\n: {self.caption}" if self.caption else ""
             parts = [markdown(self.columns, rows) + caption, note, *self._doubts(), *self.notes, *parts]
@@ -55,7 +60,7 @@ class Table:
 
     def _letters(self) -> dict[str, str]:
         """Superscripts for commits, where the cells come from several."""
-        found = dict.fromkeys(each for row in self.rows for cell in row for each in COMMIT.findall(cell))
+        found = dict.fromkeys(each for row in self.rows for cell in row for _, each, _ in MARKED.findall(cell))
         return {commit: f"^{chr(ord('a') + place)}^" for place, commit in enumerate(found)} if len(found) > 1 else {}
 
     def _doubts(self) -> list[str]:
@@ -66,6 +71,28 @@ class Table:
             return []
         where = "[Published figures](#plausibility) says which, and why"
         return [f"::: source\n{DOUBTFUL} cannot be, or does not fit its neighbours: {where}.\n:::"]
+
+
+def _with_record(letters: Mapping[str, str], records: Mapping[str, Record], found: re.Match[str]) -> str:
+    """A figure with its record, for the page, and the letter of its commit."""
+    figure, commit, number = found.groups()
+    known = figure and number in records
+    shown = f'[{figure}]{{.measured tabindex="-1" record="{about(records[number])}"}}' if known else figure
+    return shown + letters.get(commit, "")
+
+
+def about(record: Record) -> str:
+    """Record of a figure in words, as the page shows it when the figure is pointed at."""
+    found, where = summarise(record.samples_ms) if record.samples_ms else {}, record.environment
+    words = f"{record.benchmark}: {label(record.config)}; commit {str(where.get('commit'))[:7]}, {where.get('date')}"
+    if found:
+        words += f"; {len(record.samples_ms)} samples, {found['min_ms']:.4g} to {found['max_ms']:.4g} ms"
+    return re.sub(r"[^\w .,:;=/()+-]+", " ", words)
+
+
+def plain(text: str) -> str:
+    """Text without the records of figures."""
+    return MEASURED.sub(r"\1", text)
 
 
 def not_measured(command: str) -> str:

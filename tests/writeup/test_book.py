@@ -19,7 +19,7 @@ from writeup.cells import mean_and_deviation, prediction, quartiles, timing
 from writeup.contents import CHAPTERS
 from writeup.errors import CitationError
 from writeup.freshness import ROOT
-from writeup.tables import Table, provenance
+from writeup.tables import Table, plain, provenance
 from writeup.words import differ, faster, from_which, hours_apart, joined, pair_ratios, prediction_error
 
 HEAD = "a" * 40
@@ -86,7 +86,7 @@ def test_a_missing_record_is_no_mistake(tmp_path):
 
 def test_a_table_says_where_it_comes_from(book):
     cited = book.cite("norms", columns=1024)
-    table = str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited))
+    table = plain(str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited)))
     assert "| who | time |\n| :-- | --: |\n| eager | 12.0 ms |\n| fused | 5.00 ms |" in table
     threads = "2 threads a process; commit aaaaaaa (2026-01-02)."
     assert f"Measured on the [CPU of this edition](#introduction), {threads}" in table
@@ -103,7 +103,7 @@ def test_the_spread_is_that_between_runs(tmp_path):
     append_record(made([12.0] * 5), path)
     book = Book(tmp_path, "test-cpu")
     cited = book.cite("norms")
-    table = str(Table(book, ("a",), [[timing(book, each)] for each in cited], cited))
+    table = plain(str(Table(book, ("a",), [[timing(book, each)] for each in cited], cited)))
     assert "| 12.0 ms (8.00 to 15.0) |" in table  # what another allocator measured is no run of the same
     assert "In brackets after a time: the lowest and highest median of all runs; no brackets: one run." in table
     assert book.between_runs == [15.0 / 8.0]
@@ -112,10 +112,20 @@ def test_the_spread_is_that_between_runs(tmp_path):
 def test_rows_of_several_commits_bear_letters(book):
     other = replace(made(FAST), environment=WHERE | {"commit": "b" * 40, "date": "2026-02-03T03:04:05"})
     cited = replace(book.cite("norms"), records=(made(flags=["noisy: much"]), other))
-    table = str(Table(book, ("a",), [[timing(book, each)] for each in cited], cited))
+    table = plain(str(Table(book, ("a",), [[timing(book, each)] for each in cited], cited)))
     assert "12.0 ms^a^\\* |\n| 5.50 ms^b^ |" in table
     assert "^a^ commit aaaaaaa (2026-01-02), ^b^ commit bbbbbbb (2026-02-03)" in table
     assert "\\* flagged when it was measured: noisy." in table
+
+
+def test_a_figure_names_its_record(book):
+    made_here = replace(made(FAST), config={"candidate": 'a"]{.x}|<b>', "rows": 4})
+    cited = replace(book.cite("norms"), records=(made_here,))
+    cells = [timing(book, made_here), f"from {timing(book, made_here)} on", "-"]
+    table = str(Table(book, ("a", "b", "c"), [cells], cited))
+    about = f"norms: a .x b , rows 4; commit aaaaaaa, {WHERE['date']}; 5 samples, {min(FAST):.4g} to {max(FAST):.4g} ms"
+    assert f'| [5.50 ms]{{.measured tabindex="-1" record="{about}"}} | [from 5.50 ms]{{' in table
+    assert plain(table).splitlines()[2] == "| 5.50 ms | from 5.50 ms on | - |"
 
 
 def test_a_sentence_that_the_records_do_not_bear_out_stops_the_build(monkeypatch, tmp_path):
