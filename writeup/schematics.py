@@ -46,6 +46,7 @@ def draw_boxes(axes: Any, row: float, boxes: list[tuple[float, float, str, str]]
 
 
 def name_lanes(axes: Any, names: list[str]) -> None:
+    """Name the lanes, the first on top, and draw no other axes."""
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xticks([])
