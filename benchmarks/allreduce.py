@@ -14,9 +14,9 @@ from benchmarks.allreduce_plot import plot
 from benchmarks.collective import (
     COURSE_SIZES,
     SMOKE_SIZES,
+    AllReduceBackend,
     AllReduceJob,
     AllReduceSettings,
-    Transport,
     parse_sizes,
     size_name,
     work,
@@ -33,7 +33,7 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, environment
 from cs336_systems.host.text import printable
 
-COMBINATIONS: tuple[tuple[str, Transport], ...] = (
+COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
     *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
     *(("cuda", "gloo"), ("cuda", "nccl")),
 )
@@ -48,7 +48,7 @@ PREDICTION = (
 )
 
 
-def combinations(settings: AllReduceSettings) -> list[tuple[str, Transport]]:
+def combinations(settings: AllReduceSettings) -> list[tuple[str, AllReduceBackend]]:
     """The devices and backends to measure: those asked for, of those that are here. Raises UserError for none."""
     if settings.device == "cuda":
         choose_device("cuda")  # refuses a GPU that is not there
@@ -66,7 +66,7 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, Transport]]:
     return found
 
 
-def cannot(backend: Transport, place: Place) -> str:
+def cannot(backend: AllReduceBackend, place: Place) -> str:
     """Return the reason why a backend cannot serve these ranks, empty if it can."""
     gpus = torch.cuda.device_count()
     if backend == "shm" and not (place.one_machine and can_share()):

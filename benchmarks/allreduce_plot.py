@@ -1,6 +1,6 @@
 """Time of an all-reduce over its size, a line for each number of ranks and backend, the prediction dashed beside it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -30,7 +30,7 @@ def label(config: dict[str, Any]) -> str:
     return ", ".join(parts) + (f"\n{config['link']}" if config["link"] else "")
 
 
-def draw(records: Iterable[Record]) -> Any:
+def draw(records: Sequence[Record]) -> Any:
     """A matplotlib Figure of some records."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7.5, 5.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
@@ -40,13 +40,12 @@ def draw(records: Iterable[Record]) -> Any:
         axes.plot(sizes, times, color=colour, marker=marker, markersize=5, label=plot_text(name))
         axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(sizes, [r.predicted["mean_ms"] / 1e3 for r in line], color=colour, linestyle="--", linewidth=1)
-        device = plot_text(line[0].environment["device"])
     axes.plot([], [], color="black", linestyle="--", linewidth=1, label="predicted from the links")
     axes.set_xlabel("size of the tensor")
     axes.set_ylabel("time until the last rank is done (mean; band: range)")
     name_ticks(axes.xaxis, size_name)
     name_ticks(axes.yaxis, format_seconds)
-    tidy(axes, f"All-reduce of float32 on {device}")
+    tidy(axes, plot_text(f"All-reduce of float32 on {records[-1].environment['device']}"))
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize="small")
     return figure
 

@@ -35,7 +35,7 @@ PROBE_BYTES = 8_000_000  # what each rank sends to learn how fast the links are:
 
 
 Advance = Callable[[str], None]
-Transport = Literal["shm", "gloo", "nccl", "mpi"]
+AllReduceBackend = Literal["shm", "gloo", "nccl", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AllReduceSettings(RecordOptions):
     """Options of the command line, one field each."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Device of the tensors.  [default: cpu, and cuda if there]")
-    backend: Transport | None = setting(None, "Communication backend.  [default: every one that this machine has]")
+    backend: AllReduceBackend | None = setting(None, "Communication backend.  [default: every one that is here]")
     sizes: str | None = setting(
         None, f"Sizes of the float32 tensor in bytes; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
     )
@@ -80,7 +80,7 @@ class AllReduceJob:
     """One backend, one kind of device, some sizes; `paths` are the files that rank 0 appends its records to."""
 
     settings: AllReduceSettings
-    backend: Transport
+    backend: AllReduceBackend
     device: str
     sizes: tuple[int, ...]
     paths: tuple[Path, ...]
@@ -104,7 +104,7 @@ class AllReduceJob:
             append_record(record, path)
 
 
-def probe(group: Group, device: torch.device, backend: Transport) -> Link:
+def probe(group: Group, device: torch.device, backend: str) -> Link:
     """Measure the links of all ranks without a large all-reduce: one of 4 KiB, and a shift of 8 MB to the next rank.
 
     All send at once, as in a ring: ranks then share cores, memory and wire, which a lone pair would have to itself.
@@ -124,7 +124,7 @@ def link_of(small: Tensor, shift: Tensor) -> Link:
     return Link(latency, PROBE_BYTES / seconds)
 
 
-def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: Transport) -> Callable[[], None]:
+def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: str) -> Callable[[], None]:
     """Return a function that sends each rank's outbox to the next rank's inbox."""
     ranks, me = group.size(), group.rank()
     if backend == "nccl":

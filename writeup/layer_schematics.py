@@ -113,8 +113,9 @@ def split_block() -> Figure:
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 
     return draw(
-        "schematic-block", "**A block communicates twice in forward: after each second matrix or, with sequence "
-        "parallelism, before each first one, too.** Observed on one of two ranks.",
+        "schematic-block", "**Tensor parallelism all-reduces twice in a block's forward; sequence parallelism splits "
+        "each all-reduce in two:** a reduce-scatter behind `out` and `down`, an all-gather before the next matrices. "
+        "Observed on one of two ranks.",
         "Two rows of boxes: layers and collectives of a transformer block in their order", into, height=1.9, width=8.0,
     )  # fmt: skip
 
@@ -145,7 +146,7 @@ def sorted_experts() -> Figure:
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
 
     return draw(
-        "schematic-experts", "**One stable sort brings every choice to its expert, first choices before second ones.** "
-        f"The numbers are tokens; each expert has {SLOTS} slots. By `gate` of `model/routing.py`.",
+        "schematic-experts", "**One stable sort groups the choices by expert, first choices before second ones.** "
+        f"The numbers are tokens; an expert drops what comes after its {SLOTS} slots. Sorted by `model/routing.py`.",
         "Two rows of boxes: choices of tokens in their order, and sorted by expert", into, height=1.8,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.harness import summarise
 from benchmarks.records import Record
-from cs336_systems.host.text import markdown_code, markdown_text
+from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book, Citation, place_of
 from writeup.cells import DOUBTFUL, NOISY
 from writeup.plausibility_figures import label
@@ -96,9 +96,9 @@ def plain(text: str) -> str:
 
 
 def not_measured(command: str) -> str:
-    """Text of a cell whose record is missing."""
-    where = "without a GPU. Run on one" if command == ON_GPU else "on this machine. Run"
-    return f"::: missing\nNot measured {where}: {markdown_code(command)}\n:::"
+    """Box in place of a table whose records are missing."""
+    where = "Needs a GPU; run there" if command == ON_GPU else "Not measured on this machine. Run"
+    return f"::: missing\n{where}: {markdown_code(command)}\n:::"
 
 
 def missing(citations: Iterable[Citation]) -> str:
@@ -141,7 +141,8 @@ def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str]
 def _where(book: Book, record: Record) -> str:
     where, count = record.environment, record.environment.get("threads")
     kind = "GPU" if where.get("device_type") == "cuda" else "CPU"
-    named = len(book.places) == 1  # in the introduction
-    place = f"the [{kind} of this edition](#introduction)" if named else f"a {kind}: {markdown_text(place_of(record))}"
+    device = markdown_text(printable(f"{where['device']}, {where['cores']} cores"))
+    named = len(book.places) == 1  # with its software, in the introduction
+    place = f"the {kind} [{device}](#introduction)" if named else f"a {kind}: {markdown_text(place_of(record))}"
     threads = f", {count} thread{'s' * (count != 1)} a process" if count else ""
     return f"Measured on {place}{threads}{'; freed pages kept' * bool(where.get('pages_kept'))}"

@@ -1,11 +1,14 @@
 """All-reduces of MPI, a third opinion beside gloo and shared memory: mpiexec starts ranks that time themselves."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ from benchmarks.collective import (
     require_mean,
     size_name,
 )
-from benchmarks.lib.running import stop
+from benchmarks.lib.running import ended_politely, stop
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -36,39 +39,55 @@ def mpiexec() -> str | None:
 
 
 def work(place: Place, job: AllReduceJob) -> None:
-    """Record every size of a job. Raises UserError for ranks that fail or do not end in time, and WrongResultError."""
-    settings, ranks, cpu = job.settings, place.world_size, torch.device("cpu")
-    usable, stamp = usable_memory(cpu) // ranks, environment(cpu, settings.commit)
+    """Record every size of a job. Raises UserError for ranks that fail or do not end in time if MPI was asked for; else
+    records that it could not be used. Raises WrongResultError."""
+    ranks, cpu, reason = place.world_size, torch.device("cpu"), ""
+    usable, stamp = usable_memory(cpu) // ranks, environment(cpu, job.settings.commit)
     for nbytes in job.sizes:
-        blank = job.record(place, nbytes, stamp)
+        record = job.record(place, nbytes, stamp)
         if WORKSPACE * nbytes > usable:
-            job.keep(finished(blank, None, Link(0, 1), usable))
+            job.keep(finished(record, None, Link(0, 1), usable))
             continue
-        found = json.loads(output_of_ranks(nbytes, ranks, job))
-        require_mean(found["error"], nbytes, ranks, settings)
-        blank.environment["mpi"] = found["library"]
+        try:
+            found = {} if reason else results(nbytes, ranks, job)
+        except UserError as error:
+            if job.settings.backend == "mpi":
+                raise
+            reason = str(error)
+        if reason:
+            job.keep(replace(record, status="unsupported", flags=[reason]))
+            continue
+        require_mean(found["error"], nbytes, ranks, job.settings)
+        record.environment["mpi"] = found["library"]
         small, shift, times, copies = (torch.tensor(found[key]) for key in ("small", "shift", "times", "copies"))
-        job.keep(finished(blank, times, link_of(small, shift), usable, copies))
+        job.keep(finished(record, times, link_of(small, shift), usable, copies))
 
 
-def output_of_ranks(nbytes: int, ranks: int, job: AllReduceJob) -> str:
-    """Line that rank 0 of lib/mpi_rank.py prints about one size, behind what MPI may say. Raises UserError."""
-    settings = job.settings
+def results(nbytes: int, ranks: int, job: AllReduceJob) -> dict[str, Any]:
+    """Milliseconds of one size (rank sample) and more, as lib/mpi_rank.py prints it. Raises UserError."""
+    settings, name = job.settings, f"{ranks} ranks of MPI with {size_name(nbytes)}"
     numbers = map(str, (nbytes, settings.warmup, settings.steps, SMALL_BYTES, PROBE_BYTES))
     # mpi4py's runner ends all ranks if one raises.
     rank = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.lib.mpi_rank", *numbers]
-    name = f"{ranks} ranks of MPI with {size_name(nbytes)}"
-    with subprocess.Popen(
+    allowed = settings.timeout * (settings.warmup + settings.steps)
+    with ended_politely(), subprocess.Popen(
         [str(mpiexec()), "-n", str(ranks), *rank], cwd=Path(__file__).parents[2], start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
     ) as process:  # fmt: skip
         try:
-            output, errors = process.communicate(timeout=settings.timeout)
+            output, errors = process.communicate(timeout=allowed)
         except subprocess.TimeoutExpired:
-            raise UserError(f"{name} did not end within {settings.timeout:g} s; --timeout gives them longer") from None
+            raise UserError(f"{name} did not end within {allowed:g} s; --timeout gives them longer") from None
         finally:
             stop(process)
-    if process.returncode:
-        last = [line for line in errors.decode(errors="replace").splitlines() if line.strip()][-1:]
-        raise UserError(printable(f"{name} ended with code {process.returncode}: {' '.join(last) or 'no message'}"))
-    return output.decode().splitlines()[-1]
+    printed = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if process.returncode or not printed:
+        said = [line.strip() for line in errors.splitlines() if re.search("[A-Za-z]", line)]
+        last = said[-1] if said else "no message"
+        raise UserError(printable(f"{name} ended with code {process.returncode}: {last}"))
+    if len(printed[0]["times"]) != ranks:
+        raise UserError(
+            f"{mpiexec()} starts processes that do not know of each other, since mpi4py uses another MPI; "
+            "python -m pip install -e '.[mpi]' brings both"
+        )
+    return dict(printed[0])

@@ -129,7 +129,7 @@ def surroundings() -> list[str]:
     return ["env", *compiled, "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1"]
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[Any]) -> None:
     """End a command as ^C does, if it has not ended, and then all processes that it left: ranks, compilers."""
     try:
         if process.poll() is None:

@@ -176,19 +176,45 @@ def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
     assert "cores; two tins and a string" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        ("echo no such rank >&2; exit 3", "error: 2 ranks of MPI with 4 kB ended with code 3: no such rank"),
-        ("sleep 60", "error: 2 ranks of MPI with 4 kB did not end within 0.3 s; --timeout gives them longer"),
-    ],
-)
-def test_ranks_of_mpi_that_fail_are_one_line(command, line, in_tmp, monkeypatch, capsys):
-    (in_tmp / "mpiexec").write_text(f"#!/bin/sh\n{command}\n")
-    (in_tmp / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(mpi, "mpiexec", lambda: str(in_tmp / "mpiexec"))
-    assert run_command(allreduce.main, ["--smoke", "--backend", "mpi", "--timeout", "0.3"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == line
+ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of no other
+FAILING = [
+    ("echo no such rank >&2; echo ------ >&2; exit 3", "2 ranks of MPI with 4 kB ended with code 3: no such rank"),
+    ("echo aye", "2 ranks of MPI with 4 kB ended with code 0: no message"),
+    ("sleep 60", "2 ranks of MPI with 4 kB did not end within 0.9 s; --timeout gives them longer"),
+    (f"echo '{ALONE}'; echo '{ALONE}'", " starts processes that do not know of each other, since mpi4py uses another"),
+]
+
+
+def fake_mpiexec(folder: Path, command: str, monkeypatch) -> Path:
+    path = folder / "mpiexec"
+    path.write_text(f"#!/bin/sh\necho $$ > {folder}/pid\n{command}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(mpi, "mpiexec", lambda: str(path))
+    return folder / "pid"
+
+
+def test_ranks_of_mpi_that_fail_are_one_line_and_leave_nothing(in_tmp, monkeypatch, capsys):
+    for command, line in FAILING:
+        pid = fake_mpiexec(in_tmp, command, monkeypatch)
+        assert run_command(allreduce.main, ["--smoke", "--backend", "mpi", "--timeout", "0.3"]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error: ")
+        assert line in last
+        assert not Path("/proc", pid.read_text().strip()).exists()
+
+
+def test_mpi_that_fails_without_being_asked_for_is_recorded_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
+    fake_mpiexec(in_tmp, FAILING[0][0], monkeypatch)
+    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
+    assert run_command(allreduce.main, ["--nproc", "2", *TINY]) == 0
+    assert [(each["status"], each["flags"][0]) for each in read(in_tmp)] == [("unsupported", FAILING[0][1])] * 2
+
+
+def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypatch):
+    pid = fake_mpiexec(in_tmp, "sleep 0.3; kill -TERM $PPID; sleep 60", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        allreduce.run(AllReduceSettings(smoke=True, backend="mpi"))
+    assert not Path("/proc", pid.read_text().strip()).exists()
 
 
 @pytest.mark.skipif(not mpi.mpiexec(), reason="needs the extra `mpi`")

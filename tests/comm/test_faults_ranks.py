@@ -18,7 +18,7 @@ import torch
 from cs336_systems import comm
 from cs336_systems.comm import Place, agree, all_reduce, distributed, launch, startup, stop_step
 from cs336_systems.errors import UserError
-from tests.comm.test_startup import alive, free_port, workers
+from tests.comm.test_startup import alive, free_port, leave_pid, workers
 from tests.support import ranks
 
 PR_GET_PDEATHSIG = 2
@@ -100,7 +100,7 @@ def stoppable(place: Place, folder: str, how: str) -> None:
         signal.signal(
             signal.SIGTERM, signal.SIG_IGN if how == "ignored" else lambda number, frame: asked.append(number)
         )
-    Path(folder, f"pid-{place.rank}").write_text(str(os.getpid()))
+    leave_pid(folder, place.rank)
     while len(list(Path(folder).glob("pid-*"))) < place.world_size:
         time.sleep(0.01)
     for _ in range(2 if how == "echoed" else 1) if place.rank == 0 else ():
@@ -150,11 +150,11 @@ def test_sigterm_reaches_the_ranks_which_may_end_well(tmp_path, how, outcome):
 
 
 ORPHAN = """
-import os, sys, time
-from pathlib import Path
+import sys, time
 from cs336_systems.comm import agree, distributed
+from tests.comm.test_startup import leave_pid
 with distributed("cpu", timeout=60) as group:
-    Path(sys.argv[1], f"pid-{group.rank()}").write_text(str(os.getpid()))
+    leave_pid(sys.argv[1], group.rank())
     agree("here", "", group)
     time.sleep(120)
 """
@@ -183,7 +183,6 @@ def test_torchrun_that_is_killed_leaves_no_orphans(tmp_path):
         deadline = time.monotonic() + 90
         while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.1)
         pids = workers(tmp_path)
         assert all(map(alive, pids))
         agent.kill()

@@ -241,7 +241,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named_by_the_others(how):
 
 
 def worker(place: Place, folder: str, how: str) -> None:
-    Path(folder, f"pid-{place.rank}").write_text(str(os.getpid()))
+    leave_pid(folder, place.rank)
     while len(list(Path(folder).glob("pid-*"))) < place.world_size:
         time.sleep(0.01)
     if how == "parent killed":
@@ -251,6 +251,13 @@ def worker(place: Place, folder: str, how: str) -> None:
     elif place.rank == 1:
         raise UserError("out of luck") if how == "user error" else ZeroDivisionError("a defect")
     time.sleep(60)
+
+
+def leave_pid(folder: str | Path, rank: int) -> None:
+    """Leave a rank's process number in a file, which is there whole or not at all."""
+    unfinished = Path(folder, f"{rank}.unfinished")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(Path(folder, f"pid-{rank}"))
 
 
 def workers(folder: str | Path) -> list[int]:

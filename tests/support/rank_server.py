@@ -92,8 +92,8 @@ def serve_cases(rank: int, pipe: TextIO) -> None:
 
 
 def note_code() -> None:
-    """Note the functions and classes that cases may patch: those of our modules and classes, and of modules we use;
-    of modules imported since the last time."""
+    """Note what cases may patch in modules imported since the last call: functions and classes of ours, and of the
+    modules in OTHERS."""
     for name in sys.modules.keys() - noted:
         noted.add(name)
         ours = name in OTHERS or name.partition(".")[0] in ("cs336_systems", "benchmarks", "kernels")

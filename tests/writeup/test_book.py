@@ -89,7 +89,7 @@ def test_a_table_says_where_it_comes_from(book):
     table = plain(str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited)))
     assert "| who | time |\n| :-- | --: |\n| eager | 12.0 ms |\n| fused | 5.00 ms |" in table
     threads = "2 threads a process; commit aaaaaaa (2026-01-02)."
-    assert f"Measured on the [CPU of this edition](#introduction), {threads}" in table
+    assert f"Measured on the CPU [Test &lt;CPU>, 2 cores](#introduction), {threads}" in table
     book.places["another machine"] = 1  # which the reader must tell apart
     place = r"Measured on a CPU: Test &lt;CPU>, 2 cores; torch 2.13, Python 3.11.7"
     assert f"{place}, {threads}" in provenance(book, cited.records, {}, noisy=False)
@@ -249,7 +249,7 @@ def test_sentences_follow_the_data():
         ("## One {#one}\n\n{{ there / 0 }}", "chapter one: a record does not fit, TypeError: unsupported operand"),
         (
             "## One {#one}\n\n{{ table }}",
-            "chapter one: a record does not fit, KeyError: there is no 'cores' (book.py:",
+            "chapter one: a record does not fit, KeyError: there is no 'cores' (tables.py:",
         ),
     ],
 )

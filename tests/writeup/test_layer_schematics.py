@@ -9,7 +9,7 @@ def test_weights_are_gathered_two_layers_ahead_and_freed_after_use():
     assert moments() == ahead + back
 
 
-def test_a_block_communicates_after_its_second_matrices_and_with_sequence_parallelism_before_its_first():
+def test_a_block_reduces_behind_out_and_down_and_with_sequence_parallelism_gathers_before():
     first = ["query", "key", "value", "out", "all-reduce"]
     assert [word for word, _ in block_order(False)] == ["norm", *first, "norm", "up", "down", "all-reduce"]
     attention = ["norm", "all-gather", *first[:-1], "reduce-scatter"]

@@ -1,5 +1,6 @@
 """Time of an all-reduce over its size, the number of ranks, and a link between two nodes."""
 
+from math import exp, log
 from typing import Any
 
 from benchmarks.collective import bandwidths, size_name
@@ -45,16 +46,21 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(cited: Citation) -> dict[str, Any]:
-    """Times of 16 KB, rates of 1 GB, and the range of predicted over measured time, on two ranks."""
+    """Times of 16 KB and rates of 1 GB on two ranks, and how far predictions are off on any number of them."""
     small = {name: median_ms(cited.need(ranks=2, backend=name, bytes=16_000)) for name in ("gloo", "shm")}
     large = [median_ms(cited.need(ranks=2, backend=name, bytes=1_000_000_000)) for name in ("gloo", "shm")]
     third = cited.only(ranks=2, backend="mpi").measured
     mpi = [median_ms(third.need(bytes=size)) for size in (16_000, 1_000_000_000)] if third else None
-    shares = [(predicted_ms(each) or 0.0) / median_ms(each) for each in cited.measured]
     return {
-        "small_gloo": small["gloo"], "small_shm": small["shm"], "large": large[0] / large[1], "low": min(shares),
-        "factor": max(max(shares), 1 / min(shares)), "mpi": mpi, "mpi_large": mpi[1] / large[1] if mpi else 0.0,
+        "small_gloo": small["gloo"], "small_shm": small["shm"], "large": large[0] / large[1], "mpi": mpi,
+        "mpi_large": mpi[1] / large[1] if mpi else 0.0,
+        "factor": {name: factor(cited.only(backend=name)) for name in ("shm", "gloo", *["mpi"] * bool(mpi))},
     }  # fmt: skip
+
+
+def factor(cited: Citation) -> float:
+    """The largest factor by which a prediction is too high or too low."""
+    return max(exp(abs(log((predicted_ms(each) or 1.0) / median_ms(each)))) for each in cited.measured)
 
 
 def has_link(cited: Citation) -> bool:

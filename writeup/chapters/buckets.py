@@ -20,7 +20,7 @@ from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.line_fit import Line, fit
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, line_of, link_title, link_words, runs_of
+from writeup.rank_runs import DDP, THROTTLED, link_title, link_words, runs_of
 from writeup.tables import Table
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward
@@ -53,12 +53,11 @@ def content(book: Book) -> dict[str, Any]:
     """The sweeps, the fits, the best sizes, and the original's sweep."""
     plain = book.cite("ddp", link="", command=DDP)
     slow = book.cite("ddp", link=bool, command=THROTTLED)
-    single = book.cite("allreduce", nodes=1, link="")
     runs = [*runs_of(plain), *runs_of(slow)]
     models = [model for run in runs if (model := model_of(run))]
     drawn = {bool(model.run.records[0].config["link"]): model for model in reversed(models)}  # the widest on each link
     return {
-        "fits": fits(book, models, single, [plain, slow]),
+        "fits": fits(book, models, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
         "picture": picture([drawn[link] for link in sorted(drawn)]) if models else None,
         "published": published(book),
@@ -101,16 +100,11 @@ def sweep(book: Book, run: Citation) -> Table:
     return Table(book, columns, rows, run)
 
 
-def fits(book: Book, models: list[Model], single: Citation, cited: list[Citation]) -> Table:
-    """Overhead and bandwidth of each run, and for comparison of all-reduces of all sizes."""
+def fits(book: Book, models: list[Model], cited: list[Citation]) -> Table:
+    """Overhead and bandwidth of each run."""
     rows = [[f"a step's collectives, {name(model)}", size_name(model.nbytes), *shown(model.line)] for model in models]
-    for ranks in sorted({record.config["ranks"] for record in single.measured}):
-        records = list(single.measured.only(ranks=ranks))
-        if len({(r.config["backend"], r.config["device"]) for r in records}) == 1 and (line := line_of(records)):
-            algorithm = Line(line.overhead, line.bandwidth / sent("all-reduce", ranks), line.residual)
-            rows.append([f"one all-reduce of each size, {ranks} ranks", NONE, *shown(algorithm)])
-    everything = [each for each in (*cited, single) if each] or cited[0]
-    return Table(book, ("<fitted to", "s", "o", "w", "fit off by"), rows, everything)
+    used = [each for each in cited if each] or cited[0]
+    return Table(book, ("<fitted to", "s", "o", "w", "fit off by"), rows, used)
 
 
 def best_sizes(book: Book, models: list[Model], cited: list[Citation]) -> Table:
@@ -126,10 +120,10 @@ def best_sizes(book: Book, models: list[Model], cited: list[Citation]) -> Table:
 
 
 def name(model: Model) -> str:
-    """The run of a model: its width and its link."""
+    """The run of a model: its width, its backend and its link."""
     first = model.run.records[0]
     link = f", {markdown_text(link_words(first))}" if first.config["link"] else ""
-    return f"width {first.config['d_model']}{link}"
+    return f"width {first.config['d_model']}, {first.config['backend']}{link}"
 
 
 def shown(line: Line) -> list[str]:

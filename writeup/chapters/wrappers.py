@@ -85,7 +85,8 @@ def picture(runs: list[Citation]) -> Figure:
             place.barh(names, exposed, left=left, color=COLOURS[1], label="exposed communication",
                        xerr=[*zip(*spread, strict=True)], ecolor="0.4", capsize=2)  # fmt: skip
             place.plot([predicted_ms(r) for r in shown], names, "k|", markersize=12, label="predicted")
-            width = f"width {run.records[0].config['d_model']}"
+            config = run.records[0].config
+            width = f"width {config['d_model']}, {config['backend']}"
             place.set_title(plot_text(f"{width},\n{link_title(run.records[0])}"), fontsize=9)
             place.set_xlabel("milliseconds")
             place.invert_yaxis()
