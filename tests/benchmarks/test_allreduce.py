@@ -180,7 +180,7 @@ ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of n
 FAILING = [
     ("echo no such rank >&2; echo ------ >&2; exit 3", "2 ranks of MPI with 4 kB ended with code 3: no such rank"),
     ("echo aye", "2 ranks of MPI with 4 kB ended with code 0: no message"),
-    ("sleep 60", "2 ranks of MPI with 4 kB did not end within 0.9 s; --timeout gives them longer"),
+    ("exec sleep 60", "2 ranks of MPI with 4 kB did not end within 0.9 s; --timeout gives them longer"),
     (f"echo '{ALONE}'; echo '{ALONE}'", " starts processes that do not know of each other, since mpi4py uses another"),
 ]
 
@@ -211,7 +211,7 @@ def test_mpi_that_fails_without_being_asked_for_is_recorded_and_the_rest_goes_on
 
 
 def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypatch):
-    pid = fake_mpiexec(in_tmp, "sleep 0.3; kill -TERM $PPID; sleep 60", monkeypatch)
+    pid = fake_mpiexec(in_tmp, "sleep 0.3; kill -TERM $PPID; exec sleep 60", monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         allreduce.run(AllReduceSettings(smoke=True, backend="mpi"))
     assert not Path("/proc", pid.read_text().strip()).exists()
