@@ -60,6 +60,7 @@ def content(book: Book) -> dict[str, Any]:
         "fits": fits(book, models, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
         "picture": picture([drawn[link] for link in sorted(drawn)]) if models else None,
+        "larger": all((fastest(model.run) or model.nbytes) > model.best for model in models),
         "published": published(book),
     }
 
