@@ -35,7 +35,7 @@ def main(nbytes: int, warmup: int, steps: int, small: int, probe: int) -> None:
     `probe`."""
     known = np.arange(1009, dtype=np.float32) % 17
     mean_in_place(gate := known + me)
-    np.testing.assert_allclose(gate, known + (ranks - 1) / 2, rtol=2.4e-7 * ranks)  # scaled and added
+    np.testing.assert_allclose(gate, known + (ranks - 1) / 2, rtol=2 * ranks * float(np.finfo(np.float32).eps))
     flat, token = np.full(nbytes // 4, me + 1, np.float32), np.zeros(small // 4, np.float32)
     outbox, inbox = np.ones(probe // 4, np.float32), np.empty(probe // 4, np.float32)
     following, preceding, mean = (me + 1) % ranks, (me - 1) % ranks, (ranks + 1) / 2  # of equal values: it stays

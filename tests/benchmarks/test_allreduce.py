@@ -260,6 +260,17 @@ def test_a_line_of_the_plot_is_a_number_of_ranks_on_a_link():
 
 
 @pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
+def test_lines_of_the_plot_differ_by_colour_and_marker():
+    records = [measured(ranks=ranks, backend=name) for name in ("shm", "gloo", "mpi") for ranks in (2, 4, 6)]
+    found = {
+        (line.get_color(), line.get_marker())
+        for line in allreduce_plot.draw(records).axes[0].lines
+        if line.get_marker() != "None"
+    }
+    assert len(found) == 9
+
+
+@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
 def test_the_plot_is_the_same_for_the_same_records(in_tmp):
     path = in_tmp / "allreduce.jsonl"
     for record in (measured(1000), measured(10**6), measured(10**6, 4)):

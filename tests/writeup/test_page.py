@@ -255,6 +255,10 @@ def test_the_page_in_a_browser(written, size):
         page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
         page.goto((written / "index.html").as_uri())
         assert page.evaluate(FAULTS) == []
+        figure = page.locator("#step .measured").first
+        figure.click()
+        shown = figure.evaluate("each => getComputedStyle(each, '::after').content")
+        assert shown == f'"{figure.get_attribute("data-record")}"'
         page.click("#contents a >> nth=3")
     assert said == []
 
