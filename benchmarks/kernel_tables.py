@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import fused, norms
+from benchmarks import attention, fused, norms
 from benchmarks.attention import LEADERBOARD
 from benchmarks.lib.contest import OURS, format_ms
-from benchmarks.lib.norm_candidates import BOTH, FORWARD
+from benchmarks.lib.kernel import BOTH, FORWARD
+from benchmarks.lib.kernel_sheet import Sheet, time_cells
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import format_count
 from cs336_systems.host.text import markdown_row, markdown_text
@@ -18,7 +19,7 @@ from cs336_systems.host.text import markdown_row, markdown_text
 GPU_MACHINE = "nvidia-h200"
 GOAL_COLUMNS = range(1024, 32_769)
 # Only these have a goal: at 8 rows, say, launching takes longer than the kernel.
-NORM_SHAPES = {(s.rows, s.columns, s.dtype) for s in norms.NormSettings().shapes(torch.device("cuda"))}
+NORM_SHAPES = {(*task.sizes, task.dtype) for task in norms.NormSettings().tasks(torch.device("cuda"))}
 
 
 @dataclass(frozen=True)
@@ -124,73 +125,34 @@ def fused_shown(config: dict[str, Any]) -> bool:
     return bool(config["pass"] != FORWARD)
 
 
-def norm_row(record: Record) -> list[str]:
-    """One candidate on one shape."""
-    config, metrics = record.config, record.metrics
-    start = [f"{config['rows']} x {config['columns']} {config['dtype']}", config["pass"], config["candidate"]]
-    if record.status != "ok":
-        return [*start, record.flags[0] if record.flags else record.status, "", "", ""]
-    time = f"{format_ms(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
-    copy = f"{metrics['copy_fraction_median']:.0%}" if "copy_fraction_median" in metrics else ""
-    speed = f"{metrics['bytes_per_s'] / 1e9:.4g}"
-    return [*start, time, format_ms(record.predicted["median_ms"]), speed, copy]
-
-
-def attention_row(record: Record) -> list[str]:
-    """One candidate on one shape."""
-    config, metrics = record.config, record.metrics
-    shape = f"{config['batch']} x {config['seq']} x {config['dim']} {config['dtype']}{' causal' * config['causal']}"
-    start = [shape, config["pass"], config["candidate"]]
-    if record.status != "ok":
-        return [*start, record.flags[0] if record.flags else record.status, "", "", ""]
-    time = f"{format_ms(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
-    speed = [format_count(metrics["flops_per_s"]), f"{metrics['mfu']:.0%}"]
-    return [*start, time, format_ms(record.predicted["median_ms"]), *speed]
-
-
-def fused_row(record: Record) -> list[str]:
-    """One candidate on one shape, against its floor: a copy of as many bytes, or the matrix products alone."""
-    where, what = fused.heading(record).rsplit(", ", 1)
-    start = [where, what, record.config["candidate"]]
-    if record.status != "ok":
-        return [*start, record.flags[0] if record.flags else record.status, "", "", ""]
-    time, predicted, rate, floor, *_ = fused.cells(record)
-    return [*start, time, predicted, rate, floor]
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table of one benchmark's records: its columns, which configurations it shows, and how."""
-
-    head: tuple[str, ...]
-    shown: Callable[[dict[str, Any]], bool]
-    row: Callable[[Record], list[str]]
-
-
+# A page shows the first two of a benchmark's columns.
 SHEETS = {
-    "norms": Sheet(
-        ("rows x columns", "pass", "candidate", "median", "predicted", "GB/s", "of copy"), norm_shown, norm_row
-    ),
-    "attention": Sheet(
-        ("batch x seq x dim", "pass", "candidate", "median", "predicted", "FLOP/s", "MFU"),
-        attention_shown,
-        attention_row,
-    ),
-    "fused": Sheet(("kernel", "pass", "candidate", "median", "predicted", "rate", "of floor"), fused_shown, fused_row),
+    "norms": (norms.SHEET, norm_shown),
+    "attention": (attention.SHEET, attention_shown),
+    "fused": (fused.SHEET, fused_shown),
 }
+
+
+def row(sheet: Sheet, record: Record) -> list[str]:
+    """One candidate on one shape."""
+    start = [sheet.shape(record), record.config["pass"], record.config["candidate"]]
+    if record.status != "ok":
+        return [*start, record.flags[0] if record.flags else record.status, "", "", ""]
+    return [*start, *time_cells(record), *(cell(record) for _, cell in sheet.columns[:2])]
 
 
 def kernel_tables(results: Path) -> list[str]:
     """One table for each machine and benchmark: of the whole passes, and without the candidates that cannot do them."""
     tables = []
-    for benchmark, sheet in SHEETS.items():
+    for benchmark, (sheet, whole) in SHEETS.items():
         for path in sorted(results.glob(f"*/{benchmark}.jsonl")):
-            records = [r for r in read_records(path) if r.status != "unsupported" and sheet.shown(r.config)]
+            records = [r for r in read_records(path) if r.status != "unsupported" and whole(r.config)]
             if not records:
                 continue
             where = records[-1].environment
             about = markdown_text(f"{where['threads']} threads, torch {where['torch']}, {benchmark}:")
             title = f"**{markdown_text(where['device'])}**, {about}"
-            head = [f"| {' | '.join(sheet.head)} |", f"|{' --- |' * 3}{' --: |' * (len(sheet.head) - 3)}"]
-            tables.append("\n".join([title, "", *head, *(markdown_row(sheet.row(r)) for r in records)]))
+            heads = (sheet.what, "pass", "candidate", "median", "predicted", *(head for head, _ in sheet.columns[:2]))
+            head = [f"| {' | '.join(heads)} |", f"|{' --- |' * 3}{' --: |' * (len(heads) - 3)}"]
+            tables.append("\n".join([title, "", *head, *(markdown_row(row(sheet, r)) for r in records)]))
     return tables

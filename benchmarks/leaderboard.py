@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.attention import LEADERBOARD
 from benchmarks.harness import summarise, suspicions
-from benchmarks.lib.attention_candidates import BOTH, Function, Inputs, flops, gate, load_ours
+from benchmarks.lib.attention_candidates import Inputs, flops, gate, load_ours
 from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
+from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
 from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.lib.plan import measure_once

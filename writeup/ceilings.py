@@ -1,7 +1,8 @@
 """Published times put in relation: their share of a GPU's bandwidth or peak, and the expected time."""
 
-from benchmarks.lib.attention_candidates import BOTH, FORWARD, AttentionTask, flops
-from benchmarks.lib.norm_candidates import Shape, bytes_moved
+from benchmarks.lib.attention_candidates import AttentionTask, flops
+from benchmarks.lib.kernel import BOTH, DTYPES, FORWARD
+from benchmarks.lib.row_kernels import norm_bytes as moved
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import step_time
@@ -11,13 +12,13 @@ from writeup.book import Book
 from writeup.cells import NONE, quoted
 from writeup.publications import ORIGINAL, Key, Published
 
-PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.lib.norm_candidates` counts them
+PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.lib.row_kernels` counts them
 COURSE_ROWS = 50_000  # of the course's problems on norms
 
 
 def norm_bytes(columns: int, what: str, system: System, rows: int = COURSE_ROWS) -> int:
     """The least bytes that a norm of (rows columns) float32 numbers reads and writes in a pass on a GPU."""
-    return bytes_moved(Shape(rows, columns, "fp32", what), PARTIAL_ROWS * system.processors)
+    return moved(rows, columns, DTYPES["fp32"].itemsize, what, PARTIAL_ROWS * system.processors)
 
 
 def norm_floor(columns: int, what: str, system: System, rows: int = COURSE_ROWS) -> float:

@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +14,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import require_close
-from benchmarks.lib.contest import OURS, Entry, UnavailableError, compiled, spread
-from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
-from cs336_systems.host.machine import PeakMemory
+from benchmarks.lib.contest import OURS, UnavailableError, compiled, spread
+from benchmarks.lib.kernel import (
+    BACKWARD,
+    BOTH,
+    DTYPES,
+    FORWARD,
+    UNIT_ROUNDOFF,
+    DtypeName,
+    Function,
+    Kernel,
+    Load,
+    only_triton,
+)
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
-from kernels.launch import HAVE_TRITON
 from kernels.tiled_attention import TiledAttentionFunction
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
 GATE_QUERIES = 16
 # Roundings that follow one another: scores, scale, exp, weights, their sum, product; in backward D, dP, dS, product.
 STAGES = 10
@@ -29,8 +38,6 @@ STAGES = 10
 BACKWARD_FLOPS = 2.5
 
 NO_KERNEL = ("No available kernel", "No viable backend")  # how PyTorch's own refuse, by version
-
-Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,9 @@ def load_tiled(task: AttentionTask, device: torch.device) -> Function:
 
 def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
-    if not HAVE_TRITON:
-        raise UnavailableError("Triton is not installed")
     if task.dim > MAX_DIM:
         raise UnavailableError(f"takes dims up to {MAX_DIM}, not {task.dim}")
-    return lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal)
+    return only_triton(lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal), task, device)
 
 
 def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
@@ -125,7 +130,7 @@ def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) ->
     return attend
 
 
-CANDIDATES: dict[str, Callable[[AttentionTask, torch.device], Function]] = {
+CANDIDATES: dict[str, Load] = {
     OURS: load_ours,
     "tiled": load_tiled,
     "eager": load_eager,
@@ -183,18 +188,6 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
     return error
 
 
-def make_phases(function: Function, task: AttentionTask, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Functions to time, without arguments: forward, and the backward of its latest output."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not task.backward:
-        return {FORWARD: lambda: function(q, k, v)}
-    held: list[Tensor] = []
-    return {
-        FORWARD: lambda: held.append(function(q, k, v)),
-        BACKWARD: lambda: torch.autograd.grad(held.pop(), (q, k, v), inputs.grad),
-    }
-
-
 def kept_bytes(forward: Callable[[], object]) -> int:
     """Bytes of the storages that a forward keeps for its backward."""
     kept: dict[int, int] = {}
@@ -208,33 +201,53 @@ def kept_bytes(forward: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-def prepare(name: str, task: AttentionTask, inputs: Inputs) -> Entry:
-    """Check a candidate and measure its memory. Raises the error that keeps it from taking part.
+class Attention(Kernel[AttentionTask]):
+    """Attention: forward, and backward by itself, of one call."""
 
-    On a GPU `before_backward_bytes` is all that is in use, the inputs too; on a CPU, what forward keeps for backward.
-    There, the memory of a compiled candidate is unknown: the compiler itself was in the process.
-    """
-    device = inputs.q.device
-    on_gpu = device.type == "cuda"
-    memory = PeakMemory(device)
-    others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
-    function = CANDIDATES[name](task, device)
-    error = gate(name, function, task, inputs)
-    phases = make_phases(function, task, inputs)
-    before: int | None = None
-    peak: int | None = None
-    if on_gpu or name != "compiled":
-        memory.reset()
-        if on_gpu:
-            phases[FORWARD]()
-            before = torch.cuda.memory_allocated(device) - others
-        else:
-            before = kept_bytes(phases[FORWARD])
-        if task.backward:
-            phases[BACKWARD]()
-        peak = memory.read()
-    metrics = {
-        "before_backward_bytes": before if task.backward else None,
-        "peak_memory_bytes": None if peak is None else peak - others,
-    }
-    return Entry(phases, error, metrics)
+    name = "attention"
+    flops = staticmethod(flops)
+    peak_bytes = staticmethod(peak_bytes)
+    gate = staticmethod(gate)
+    inputs = staticmethod(Inputs)
+
+    def __init__(
+        self, candidates: Sequence[str], rounds: int, published: Mapping[AttentionTask, dict[str, float]]
+    ) -> None:
+        self.candidates = {name: load for name, load in CANDIDATES.items() if name in candidates}
+        self.rounds, self.best = rounds, published
+
+    def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
+        shape = asdict(task)
+        return {"candidate": name, "pass": what, "keeps": shape.pop("backward")} | shape
+
+    def passes(self, task: AttentionTask) -> tuple[str, ...]:
+        return (FORWARD, BACKWARD, BOTH) if task.backward else (FORWARD,)
+
+    def moved(self, task: AttentionTask, device: torch.device) -> int:
+        return 0
+
+    def few(self, task: AttentionTask) -> AttentionTask:
+        return replace(task, grid="gate", batch=1, seq=32, backward=True)
+
+    def published(self, task: AttentionTask) -> dict[str, float]:
+        return dict(self.best.get(task, {}))
+
+    def phases(
+        self, name: str, function: Function, task: AttentionTask, inputs: Inputs
+    ) -> dict[str, Callable[[], object]]:
+        """Forward, and the backward of its latest output."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if not task.backward:
+            return {FORWARD: lambda: function(q, k, v)}
+        held: list[Tensor] = []
+        return {
+            FORWARD: lambda: held.append(function(q, k, v)),
+            BACKWARD: lambda: torch.autograd.grad(held.pop(), (q, k, v), inputs.grad),
+        }
+
+    def kept(self, forward: Callable[[], object], device: torch.device, others: int) -> int:
+        """On a GPU all that is in use after forward, the inputs too; on a CPU what forward keeps for backward."""
+        if device.type == "cuda":
+            forward()
+            return torch.cuda.memory_allocated(device) - others
+        return kept_bytes(forward)

@@ -1,4 +1,4 @@
-"""Candidates of `benchmarks.fused` besides `fused_rows`: a head with its loss, AdamW, and the check before timing."""
+"""Kernels of `benchmarks.fused` besides those that work row by row: a head with its loss, and AdamW."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,23 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import require_close
-from benchmarks.lib.contest import OURS, Entry, Stopwatch, compiled, peer, spread
-from benchmarks.lib.fused_rows import (
+from benchmarks.lib.contest import OURS, peer, spread
+from benchmarks.lib.kernel import (
+    BOTH,
+    DTYPES,
+    FORWARD,
     STAGES,
-    AddRMSNorm,
+    UNIT_ROUNDOFF,
     Function,
-    FusedTask,
-    Kernel,
     Load,
-    SwiGLU,
+    SizedKernel,
+    SizedTask,
     always,
-    as_tuple,
-    only_triton,
+    compiling,
+    ours,
     tolerance,
 )
-from benchmarks.lib.kernel_run import DTYPES, UNIT_ROUNDOFF
-from benchmarks.lib.norm_candidates import BOTH, FORWARD
-from cs336_systems.host.machine import PeakMemory
+from benchmarks.lib.row_kernels import AddRMSNorm, SwiGLU, as_tuple
 from cs336_systems.optim.adamw import AdamW
 from kernels.adamw import FusedAdamW
 from kernels.cross_entropy import LinearCrossEntropyFunction, chunk_tokens
@@ -40,7 +40,7 @@ def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def load_liger_loss(device: torch.device) -> Function:
+def load_liger_loss(task: SizedTask, device: torch.device) -> Function:
     """Liger-Kernel's, in chunks as ours."""
     module = "liger_kernel.ops.fused_linear_cross_entropy"
     function = peer("Liger-Kernel", module, "LigerFusedLinearCrossEntropyFunction")
@@ -50,7 +50,7 @@ def load_liger_loss(device: torch.device) -> Function:
 class LossInputs:
     """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
 
-    def __init__(self, task: FusedTask, device: torch.device) -> None:
+    def __init__(self, task: SizedTask, device: torch.device) -> None:
         tokens, d_model, vocab = task.sizes
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
@@ -61,33 +61,34 @@ class LossInputs:
         self.nbytes = self.hidden.nbytes + self.weight.nbytes + self.targets.nbytes
 
 
-class CrossEntropy(Kernel):
+class CrossEntropy(SizedKernel):
     """A language model's head and its loss: three matrix products, and what is between them."""
 
+    name = "cross-entropy"
     sizes_are = ("tokens", "d_model", "vocab")
     sizes = ((4096, 4096, 128_256), (8192, 4096, 128_256), (16384, 1600, 50_257))
     cpu_sizes = ((512, 512, 16_032), (1024, 512, 16_032), (2048, 200, 6282))
     tiny = (64, 32, 500)
     interpreted = (8, 16, 100)
     floor = MATMULS
-    candidates: ClassVar[Mapping[str, Load]] = {
-        OURS: partial(only_triton, LinearCrossEntropyFunction.apply),
+    candidates: Mapping[str, Load] = {
+        OURS: ours(LinearCrossEntropyFunction.apply),
         "torch": always(torch_loss),
-        "compiled": partial(compiled, torch_loss),
+        "compiled": compiling(torch_loss),
         "liger": load_liger_loss,
     }
 
-    def flops(self, task: FusedTask) -> float:
+    def flops(self, task: SizedTask, what: str) -> float:
         """2 tokens d_model vocab for the logits, and twice that for the two gradients."""
         tokens, d_model, vocab = task.sizes
         return (2.0 if task.what == FORWARD else 6.0) * tokens * d_model * vocab
 
-    def moved(self, task: FusedTask, device: torch.device) -> int:
+    def moved(self, task: SizedTask, device: torch.device) -> int:
         """Bytes moved between the products: logits read and, with a backward, their gradient written in place."""
         tokens, _, vocab = task.sizes
         return (1 if task.what == FORWARD else 2) * tokens * vocab * task.itemsize
 
-    def peak_bytes(self, name: str, task: FusedTask) -> int:
+    def peak_bytes(self, name: str, task: SizedTask) -> int:
         """Inputs and gradients, and a chunk of logits (ours, Liger's) or all of them: torch keeps their logarithms of
         softmax, and two gradients in backward; a compiler needs two of the three at least."""
         tokens, d_model, vocab = task.sizes
@@ -104,19 +105,19 @@ class CrossEntropy(Kernel):
         kept = 2 if name == "compiled" or not learns else 3
         return inputs + kept * logits + (hidden + weight if learns else 0)
 
-    def other_bytes(self, task: FusedTask) -> int:
+    def other_bytes(self, task: SizedTask) -> int:
         """The floor's logits, of padded rows, and its results."""
         tokens, d_model, vocab = task.sizes
         return (tokens * (vocab + 64) + 2 * (tokens + vocab) * d_model) * task.itemsize
 
-    def gate_bytes(self, task: FusedTask) -> int:
+    def gate_bytes(self, task: SizedTask) -> int:
         """Bytes in float64 of the weight, its gradient, the candidate's and their difference."""
         return 4 * 8 * task.sizes[1] * task.sizes[2]
 
-    def inputs(self, task: FusedTask, device: torch.device) -> LossInputs:
+    def inputs(self, task: SizedTask, device: torch.device) -> LossInputs:
         return LossInputs(task, device)
 
-    def gate(self, name: str, function: Function, task: FusedTask, inputs: LossInputs) -> float:
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: LossInputs) -> float:
         """A few tokens, from the first to the last, are enough: the targets of all others are ignored, as padding is,
         so that the loss is that of the few, and they alone have a gradient."""
         hidden, weight = inputs.hidden, inputs.weight
@@ -134,13 +135,13 @@ class CrossEntropy(Kernel):
         error = max(error, require_close(f"{name}'s gradient of hidden", grad_hidden[some], want_hidden, bound))
         return max(error, require_close(f"{name}'s gradient of weight", grad_weight, want_weight, bound))
 
-    def make_pass(self, function: Function, task: FusedTask, inputs: LossInputs) -> Callable[[], object]:
+    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: LossInputs) -> Callable[[], object]:
         hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
         if task.what == FORWARD:
             return lambda: function(hidden, weight, targets)
         return lambda: torch.autograd.grad(function(hidden, weight, targets), (hidden, weight))
 
-    def make_floor(self, task: FusedTask, device: torch.device) -> Callable[[], object]:
+    def make_floor(self, task: SizedTask, device: torch.device) -> Callable[[], object]:
         """The products alone, each whole, on logits whose rows are padded to 128 bytes."""
         inputs, vocab = LossInputs(task, device), task.sizes[2]
         hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
@@ -159,7 +160,7 @@ class CrossEntropy(Kernel):
 class ModelParameters:
     """The parameters of a GPT-2 by layers, width and vocabulary, each with a gradient; shared by all candidates."""
 
-    def __init__(self, task: FusedTask, device: torch.device) -> None:
+    def __init__(self, task: SizedTask, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=device)
         self.values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
@@ -183,48 +184,49 @@ def gpt2_shapes(sizes: tuple[int, ...], positions: int = 1024) -> list[tuple[int
     return [(vocab, width), (positions, width), *(block * layers), *norm]
 
 
-class AdamWStep(Kernel):
+class AdamWStep(SizedKernel):
     """One update of all parameters of a model."""
 
+    name = "adamw"
     sizes_are = ("layers", "d_model", "vocab")
     sizes = ((12, 768, 50_257),)
     cpu_sizes = ((4, 256, 8192),)
     tiny = (1, 16, 64)
     interpreted = (1, 16, 64)
     dtypes = ("fp32",)
-    passes = (UPDATE,)
+    whats = (UPDATE,)
     options: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    candidates: ClassVar[Mapping[str, Load]] = {
-        OURS: partial(only_triton, partial(FusedAdamW, **options)),
+    candidates: Mapping[str, Load] = {
+        OURS: ours(partial(FusedAdamW, **options)),
         "torch-fused": always(partial(torch.optim.AdamW, fused=True, **options)),
         "torch-foreach": always(partial(torch.optim.AdamW, foreach=True, **options)),
         "eager": always(partial(AdamW, **options)),
     }
 
-    def parameters(self, task: FusedTask) -> int:
+    def parameters(self, task: SizedTask) -> int:
         """Number of updated parameters."""
         return sum(torch.Size(shape).numel() for shape in gpt2_shapes(task.sizes))
 
-    def moved(self, task: FusedTask, device: torch.device) -> int:
+    def moved(self, task: SizedTask, device: torch.device) -> int:
         """Parameter, gradient and two moments read, all but the gradient written: 28 bytes a parameter."""
         return 28 * self.parameters(task)
 
-    def peak_bytes(self, name: str, task: FusedTask) -> int:
+    def peak_bytes(self, name: str, task: SizedTask) -> int:
         """16 bytes a parameter, the shared values, and what an operation of all tensors at once puts aside."""
         return (24 if name == "torch-foreach" else 20) * self.parameters(task)
 
-    def other_bytes(self, task: FusedTask) -> int:
+    def other_bytes(self, task: SizedTask) -> int:
         """The copy's tensors, and the other candidates' parameters and moments."""
         return (28 + 12 * (len(self.candidates) - 1)) * self.parameters(task)
 
-    def gate_bytes(self, task: FusedTask) -> int:
+    def gate_bytes(self, task: SizedTask) -> int:
         """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
         return (4 * 8 + 20) * self.parameters(task)
 
-    def inputs(self, task: FusedTask, device: torch.device) -> ModelParameters:
+    def inputs(self, task: SizedTask, device: torch.device) -> ModelParameters:
         return ModelParameters(task, device)
 
-    def gate(self, name: str, function: Function, task: FusedTask, inputs: ModelParameters) -> float:
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: ModelParameters) -> float:
         """Two steps, so that the moments matter, against torch's AdamW in float64: how far each tensor has moved.
 
         A step of lr is rounded as finely as a parameter of 0.02 allows, which is 20 times as large.
@@ -242,42 +244,12 @@ class AdamWStep(Kernel):
             error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
         return error
 
-    def make_pass(self, function: Function, task: FusedTask, inputs: ModelParameters) -> Callable[[], object]:
+    def make_pass(
+        self, name: str, function: Function, task: SizedTask, inputs: ModelParameters
+    ) -> Callable[[], object]:
         return function(inputs.parameters()).step
 
 
-KERNELS: dict[str, Kernel] = {
-    "cross-entropy": CrossEntropy(),
-    "swiglu": SwiGLU(),
-    "add-rmsnorm": AddRMSNorm(),
-    "adamw": AdamWStep(),
+KERNELS: dict[str, SizedKernel] = {
+    kernel.name: kernel for kernel in (CrossEntropy(), SwiGLU(), AddRMSNorm(), AdamWStep())
 }
-
-
-def prepare(clock: Stopwatch, name: str, task: FusedTask, inputs: Any) -> Entry:
-    """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
-
-    On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
-    """
-    kernel, device = KERNELS[task.kernel], clock.device
-    on_gpu = device.type == "cuda"
-    others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
-    function = kernel.candidates[name](device)
-    if name in kernel.in_place:
-        inputs = kernel.inputs(task, device)  # of its own
-    error = kernel.gate(name, function, task, inputs)
-    memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
-    run = kernel.make_pass(function, task, inputs)
-    run()
-    memory.reset()
-    run()
-    peak = memory.read() if on_gpu or name != "compiled" else None
-    metrics: dict[str, Any] = {"peak_memory_bytes": None if peak is None else peak - others}
-    if on_gpu:
-        metrics["host_us"] = 1e6 * clock.host_seconds(run)
-    return Entry({task.what: run}, error, metrics)
-
-
-def prepare_floor(clock: Stopwatch, task: FusedTask) -> Entry:
-    """Lower bound on the time of every candidate."""
-    return Entry({task.what: KERNELS[task.kernel].make_floor(task, clock.device)}, 0.0)

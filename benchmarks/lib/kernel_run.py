@@ -1,36 +1,36 @@
-"""Shared parts of the kernel benchmarks: options, the machine, records, a budget of time."""
+"""The runner of all benchmarks of kernels: options, the machine, turns of the candidates, records, the table."""
 
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import click
 import torch
-from rich.table import Table
 
-from benchmarks.harness import WrongResultError
-from benchmarks.lib.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
+from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
+from benchmarks.lib.contest import OURS, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError, refuse
+from benchmarks.lib.kernel import DtypeName, Kernel, Task
+from benchmarks.lib.kernel_sheet import Sheet, show
 from benchmarks.lib.options import Recorder, RecordOptions
 from benchmarks.lib.plan import measure_once
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds, setting
+from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.model.precision import set_matmul_precision
 from kernels.launch import INTERPRETED
 
-DtypeName = Literal["fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
+UNTIMED = 4  # calls of a candidate besides its rounds
 
-Shape = TypeVar("Shape")
+Work = Sequence[tuple[Kernel[Any], Any]]  # kernels with their tasks, in the order in which they are timed
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Session:
     usable: int
     stamp: dict[str, Any]
     recorder: Recorder
-    idle: str = ""  # why there is nothing to measure, if so
+    known: list[str]  # candidates of all kernels of the benchmark
     notes: dict[str, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -104,30 +104,14 @@ class Session:
         """The records so far."""
         return self.recorder.records
 
-    def refused(self, name: str, refusal: Refusal, config: dict[str, Any], predicted: dict[str, Any]) -> None:
-        """Keep the record of a candidate without a speed."""
-        if refusal.fault:
-            self.faults.append(refusal.reason if "wrong" in refusal.reason else f"{name}: {refusal.reason}")
-        flags, status = [refusal.reason], refusal.status
-        self.recorder.keep(Record(self.benchmark, config, self.stamp, [], {}, predicted, flags, status))
+    def names(self, kernel: Kernel[Any]) -> list[str]:
+        """The kernel's candidates that are wanted and that run on this device."""
+        wanted = self.settings.timed(self.known, self.device)
+        return [name for name in kernel.candidates if name in wanted]
 
     def note(self, reason: str, where: str) -> None:
         """Add a remark for below the table, with the shapes to which it applies."""
         self.notes.setdefault(reason, []).append(where)
-
-
-def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Session:
-    """Inspect the machine and open the file of records, unless a reason says that there will be none.
-
-    Raises UserError for a missing device.
-    """
-    device = choose_device(settings.device)
-    set_matmul_precision(device, "fp32")
-    recorder = Recorder(None) if idle else settings.recorder(benchmark, device)
-    stamp, patience = environment(device, settings.commit) | keep_pages(device), Patience(settings.patience)
-    return Session(
-        benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, recorder, idle
-    )
 
 
 def keep_pages(device: torch.device) -> dict[str, bool]:
@@ -141,23 +125,123 @@ def keep_pages(device: torch.device) -> dict[str, bool]:
     return {"pages_kept": bool(libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1))}
 
 
-def check_interpreted(session: Session, candidates: Iterable[str], check: Callable[[], str]) -> None:
-    """On a CPU, check our kernel by `check`, which returns the shapes, and print that.
+def predict(session: Session, kernel: Kernel[Any], task: Task, name: str, what: str) -> dict[str, Any]:
+    """Time and peak memory under the names of the metrics, and what the time is made of: products at the rate of the
+    largest that was measured, and bytes at the rate of a large copy. A floor of products moves no bytes."""
+    hardware, flops = session.hardware(task.dtype), kernel.flops(task, what)
+    moved = 0 if flops and name == kernel.floor else kernel.moved(task, session.device)
+    predicted, seconds, terms = dict[str, Any](), 0.0, []
+    for unit, amount, rate, value in (
+        ("flops", flops, "peak_flops_per_s", hardware.matmul_flops),
+        ("bytes", moved, "bandwidth_bytes_per_s", hardware.bandwidth),
+    ):
+        if amount:
+            predicted |= {unit: amount, rate: value}
+            seconds += amount / value
+            terms.append(f"{unit} / {rate}")
+    predicted = {"median_ms": 1e3 * seconds} | predicted | {"formula": " + ".join(terms)}
+    peak = None if name == kernel.floor else kernel.peak_bytes(name, task)
+    return predicted if peak is None else predicted | {"peak_memory_bytes": peak}
+
+
+def seconds_of(session: Session, kernel: Kernel[Any], task: Task) -> float:
+    """The predicted seconds of one call of all passes, of the floor if there is one."""
+    return float(predict(session, kernel, task, kernel.floor, kernel.passes(task)[-1])["median_ms"]) / 1e3
+
+
+def pace(name: str, kernel: Kernel[Any], task: Task) -> str:
+    """Name under which `Patience` remembers how slow a candidate is."""
+    return f"{name} {kernel.name} {kernel.passes(task)[-1]} {task.dtype}"
+
+
+def compare(session: Session, kernel: Kernel[Any], task: Task) -> None:
+    """Gate, time and record every candidate on one shape."""
+    contest, playing, inputs = Contest(session.clock), [], None
+    seconds = seconds_of(session, kernel, task)
+    for name in session.names(kernel):
+        if (need := kernel.bytes_needed(name, task)) > session.usable:
+            reason = f"needs {format_bytes(need)}, {format_bytes(session.usable)} usable"
+            contest.refusals[name] = Refusal("out-of-memory", reason)
+        elif objection := session.patience.objection(pace(name, kernel, task), seconds):
+            session.note(f"{name} left out, too slow for --patience", f"{task}, {objection}")
+        else:
+            try:
+                inputs = inputs or kernel.inputs(task, session.device)
+            except RuntimeError as error:
+                contest.refusals[name] = refuse(name, error)
+                continue
+            contest.enter(name, partial(kernel.prepare, session.clock, name, task, inputs))
+            playing.append(pace(name, kernel, task))
+    if contest.entries:
+        if kernel.floor:
+            whole, make = kernel.passes(task)[-1], partial(kernel.make_floor, task, session.device)
+            contest.enter(kernel.floor, lambda: Entry({whole: make()}, 0.0))
+        contest.play(session.patience.rounds(playing, seconds, session.settings.rounds or kernel.rounds))
+    for name in dict.fromkeys((*kernel.candidates, *filter(None, [kernel.floor]))):
+        for what in filter(session.settings.wants, kernel.passes(task)):
+            if name in contest.entries:
+                session.recorder.keep(measured(session, contest, kernel, task, name, what))
+            elif name in contest.refusals:
+                session.recorder.keep(refused(session, contest.refusals[name], kernel, task, name, what))
+
+
+def measured(session: Session, contest: Contest, kernel: Kernel[Any], task: Task, name: str, what: str) -> Record:
+    """The record of a candidate that took its turns."""
+    entry, predicted = contest.entries[name], predict(session, kernel, task, name, what)
+    samples, whole = entry.samples[what], what == kernel.passes(task)[-1]
+    metrics: dict[str, Any] = summarise(samples) | entry.metrics
+    if whole:
+        session.patience.learn(pace(name, kernel, task), predicted["median_ms"] / 1e3, metrics["median_ms"] / 1e3)
+    for unit in ("flops", "bytes"):
+        if unit in predicted:
+            metrics |= {unit: predicted[unit], f"{unit}_per_s": 1e3 * predicted[unit] / metrics["median_ms"]}
+    if "flops" in predicted:
+        metrics["mfu"] = metrics["flops_per_s"] / predicted["peak_flops_per_s"]
+    metrics["calls"] = entry.calls
+    if name != kernel.floor:
+        metrics |= {"gate_error": entry.gate_error} | contest.against_others(name, what, ignored=[kernel.floor])
+        if kernel.floor in contest.entries:
+            floors = contest.entries[kernel.floor].samples[what]
+            metrics["floor"] = kernel.floor
+            for ratio, pair in (("floor_ratio", (samples, floors)), (kernel.fraction, (floors, samples))):
+                metrics |= {key.replace("ratio", ratio): value for key, value in ratios(*pair).items()}
+    if whole:
+        metrics |= kernel.published(task)
+    flags = suspicions(metrics, predicted.get("flops", 0.0), predicted.get("bytes", 0.0), session.hardware(task.dtype))
+    config = kernel.config(name, task, what)
+    return Record(session.benchmark, config, session.stamp, samples, metrics, predicted, flags)
+
+
+def refused(session: Session, refusal: Refusal, kernel: Kernel[Any], task: Task, name: str, what: str) -> Record:
+    """The record of a candidate without a speed."""
+    if refusal.fault:
+        session.faults.append(refusal.reason if "wrong" in refusal.reason else f"{name}: {refusal.reason}")
+    config, predicted = kernel.config(name, task, what), predict(session, kernel, task, name, what)
+    return Record(session.benchmark, config, session.stamp, [], {}, predicted, [refusal.reason], refusal.status)
+
+
+def check_interpreted(session: Session, work: Work) -> None:
+    """On a CPU, check our kernels on small shapes, and print the errors.
 
     A wrong result is added to the session's faults.
     """
-    if OURS not in session.settings.chosen(candidates):
+    if OURS not in session.settings.chosen(session.known):
         return
-    start = f"{OURS}: {INTERPRETER}"
+    start, passed = f"{OURS}: {INTERPRETER}", dict[str, float]()
     if not INTERPRETED:
         print(f"{start}; nor checked, because TRITON_INTERPRET=1 is not set")
         return
-    try:
-        print(f"{start}; gate: equals float64 {check()}")
-    except UnavailableError as reason:
-        print(printable(f"{start}; nor checked: {reason}"))
-    except WrongResultError as wrong:
-        session.faults.append(str(wrong))
+    for kernel, task in dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates):
+        try:
+            function = kernel.candidates[OURS](task, session.device)
+            error = kernel.gate(OURS, function, task, kernel.inputs(task, session.device))
+            passed[kernel.name] = max(error, passed.get(kernel.name, 0.0))
+        except UnavailableError as reason:
+            print(printable(f"{start}; nor checked: {reason}"))
+        except WrongResultError as wrong:
+            session.faults.append(f"{kernel.name}: {wrong}")
+    if passed:
+        print(f"{start}; gate: equals float64, {', '.join(f'{k} within {error:.1e}' for k, error in passed.items())}")
 
 
 def raise_faults(session: Session) -> None:
@@ -166,81 +250,52 @@ def raise_faults(session: Session) -> None:
         raise WrongResultError("; ".join(dict.fromkeys(session.faults)))
 
 
-def hold_contests(
-    session: Session,
-    shapes: Sequence[Shape],
-    expected: float,
-    hold: Callable[[Session, Shape], None],
-    show: Callable[[Session], None],
-) -> None:
-    """Hold a contest for each shape while the budget lasts, about `expected` seconds in all, then print.
+def run_kernels(
+    benchmark: str,
+    settings: KernelSettings,
+    known: Iterable[str],
+    work: Work,
+    sheet: Sheet,
+    idle: str,
+    remark: str = "",
+) -> list[Record]:
+    """Let the candidates for each shape take turns while the budget lasts, and print and record the results; `idle`
+    says why there is nothing to measure, `remark` what is different on a CPU.
 
     Raises WrongResultError in the end if a result was wrong, and UserError if there is nothing to measure.
     """
-    if session.idle:
+    device = choose_device(settings.device)
+    set_matmul_precision(device, "fp32")
+    recorder = Recorder(None) if idle else settings.recorder(benchmark, device)
+    stamp, patience = environment(device, settings.commit) | keep_pages(device), Patience(settings.patience)
+    session = Session(
+        benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, recorder, list(known)
+    )
+    if work and device.type == "cpu":
+        check_interpreted(session, work)
+        print(remark, end="\n" if remark else "")
+    if idle:
         raise_faults(session)
-        raise UserError(f"nothing to measure: {session.idle}")
-    budget, begun = session.settings.budget, time.monotonic()
+        raise UserError(f"nothing to measure: {idle}")
+    calls = [(settings.rounds or kernel.rounds) + UNTIMED for kernel, _ in work]
+    each = [
+        min(settings.patience, count * (len(session.names(kernel)) + 1) * seconds_of(session, kernel, task))
+        for count, (kernel, task) in zip(calls, work, strict=True)
+    ]
+    begun = time.monotonic()
     try:
-        with console.progress(session.benchmark, len(shapes), expected) as advance:
-            for shape in shapes:
-                if budget is not None and time.monotonic() - begun >= budget:
-                    session.note(f"not begun: the budget of {format_seconds(budget)} is used up", str(shape))
+        with console.progress(benchmark, len(work), sum(each)) as advance:
+            for kernel, task in work:
+                if settings.budget is not None and time.monotonic() - begun >= settings.budget:
+                    session.note(f"not begun: the budget of {format_seconds(settings.budget)} is used up", str(task))
                     continue
-                hold(session, shape)
-                advance(str(shape))
+                compare(session, kernel, task)
+                advance(str(task))
     finally:
         if session.records:
-            show(session)
+            show(session.records, sheet)
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
     session.recorder.tell()
     raise_faults(session)
-
-
-def time_cells(record: Record) -> list[str]:
-    """The median with its relative standard deviation, or why there is none, and the prediction."""
-    metrics, predicted = record.metrics, format_ms(record.predicted["median_ms"])
-    if record.status == "ok":
-        spread = f"{format_ms(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
-        return [spread, predicted]
-    if record.status == "out-of-memory":
-        return ["does not fit", predicted]
-    known = [word for word in ("wrong result", "not installed") if word in record.flags[0]]
-    return [*(known or [record.status]), predicted]
-
-
-def show_table(
-    session: Session,
-    columns: Sequence[str],
-    caption: str,
-    heading: Callable[[Record], str],
-    cells: Callable[[Record], list[str]],
-) -> None:
-    """Print the records as a table, those of one heading together, and below it what is suspect or missing.
-
-    Of a candidate that was refused, one record stands for all its passes.
-    """
-    stamp = session.stamp
-    title = f"{stamp['device']}, {stamp['threads']} threads, torch {stamp['torch']}, triton {stamp['triton']}"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for number, head in enumerate(columns):
-        table.add_column(head, justify="right" if number else "left", no_wrap=number == 0)
-    shown: tuple[str, str] = ("", "")
-    remarks: dict[str, list[str]] = {}
-    for record in session.records:
-        where, name = heading(record), record.config["candidate"]
-        if where != shown[0]:
-            table.add_section()
-            table.add_row(where, style="bold")
-        if record.status == "ok" or shown != (where, name):
-            table.add_row(f"  {name}", *cells(record), style=None if record.status == "ok" else "dim")
-        shown = (where, name)
-        for flag in record.flags:
-            if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # which the table shows
-                remarks.setdefault(f"{name}: {flag}", []).append(where)
-    out = console.console()
-    out.print(table)
-    for flag, places in remarks.items():
-        shapes = list(dict.fromkeys(places))
-        out.print(f"{flag} ({'; '.join(shapes) if len(shapes) <= 3 else f'{len(shapes)} shapes'})", markup=False)
+    return session.records

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.gate import STAGES, make_it_matter
 from benchmarks.harness import measure, require_close
-from benchmarks.lib.kernel_run import UNIT_ROUNDOFF
+from benchmarks.lib.kernel import UNIT_ROUNDOFF
 from benchmarks.lib.workload import compile_model
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError

@@ -1,6 +1,7 @@
 """The benchmarks of norms and attention: what they count, gate, measure, leave out, record and print."""
 
 import json
+import math
 import statistics
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 
 from benchmarks import attention, norms
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import attention_candidates, kernel_run, norm_candidates
+from benchmarks.lib import attention_candidates, kernel_run, row_kernels
 from benchmarks.lib.attention_candidates import AttentionTask, Inputs, flops, peak_bytes, some_queries
 from benchmarks.lib.contest import UnavailableError
-from benchmarks.lib.norm_candidates import Shape, bytes_moved
+from benchmarks.lib.kernel import SizedTask, always
+from benchmarks.lib.row_kernels import norm_bytes
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference
@@ -40,10 +42,10 @@ def by_name(records, what):
 
 def test_bytes_are_those_of_the_hand_count():
     forward = 2 * 50_000 * 1024 * 4 + 1024 * 4 + 4 * 50_000
-    assert bytes_moved(Shape(50_000, 1024, "fp32", "forward"), 264) == forward == 409_804_096
+    assert norm_bytes(50_000, 1024, 4, "forward", 264) == forward == 409_804_096
     backward = 3 * 50_000 * 1024 * 4 + 2 * 1024 * 4 + 4 * 50_000 + 2 * 264 * 1024 * 4
-    assert bytes_moved(Shape(50_000, 1024, "fp32", "forward-backward"), 264) == forward + backward == 1_026_574_976
-    assert bytes_moved(Shape(4096, 1024, "bf16", "forward"), 264) == 16_795_648
+    assert norm_bytes(50_000, 1024, 4, "forward-backward", 264) == forward + backward == 1_026_574_976
+    assert norm_bytes(4096, 1024, 2, "forward", 264) == 16_795_648
 
 
 def test_flops_are_those_of_the_hand_count():
@@ -64,14 +66,14 @@ def test_naive_attention_needs_its_scores():
 
 
 def test_the_write_ups_shapes_are_covered():
-    shapes = norms.NormSettings().shapes(CUDA)
+    shapes = norms.NormSettings().tasks(CUDA)
     assert len(shapes) == 2 * (4 + 14)
-    assert Shape(50_000, 8192, "fp32", "forward-backward") in shapes
-    assert Shape(8192, 262_144, "bf16", "forward") in shapes
-    assert {s.what for s in norms.NormSettings(forward=True).shapes(CUDA)} == {"forward"}
-    on_cpu = norms.NormSettings().shapes(CPU)
-    assert max(s.rows * s.columns for s in on_cpu) <= norms.CPU_ELEMENTS
-    assert norms.NormSettings(rows=7).shapes(CPU)[0].rows == 7
+    assert SizedTask("norm", (50_000, 8192), "fp32", "forward-backward") in shapes
+    assert SizedTask("norm", (8192, 262_144), "bf16", "forward") in shapes
+    assert {s.what for s in norms.NormSettings(forward=True).tasks(CUDA)} == {"forward"}
+    on_cpu = norms.NormSettings().tasks(CPU)
+    assert max(math.prod(s.sizes) for s in on_cpu) <= norms.CPU_ELEMENTS
+    assert norms.NormSettings(rows=7).tasks(CPU)[0].sizes[0] == 7
     tasks = attention.AttentionSettings(grid="flash").tasks()
     assert len(tasks) == 2 * 4 * 10
     assert {(t.batch, t.causal) for t in tasks} == {(1, True)}
@@ -89,7 +91,7 @@ def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsy
         assert set(found) == {"layernorm", "eager", "copy"}
         for record in found.values():
             metrics, predicted = record["metrics"], record["predicted"]
-            moved = bytes_moved(Shape(32, 64, "fp32", what), 0)
+            moved = norm_bytes(32, 64, 4, what, 0)
             assert len(record["samples_ms"]) == 4
             assert record["config"] | {"rows": 32, "columns": 64, "dtype": "fp32"} == record["config"]
             assert metrics["bytes"] == moved
@@ -104,7 +106,7 @@ def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsy
         assert eager["metrics"]["best_other"] == "layernorm"
         assert eager["metrics"]["host_us"] > 0
     shown = capsys.readouterr().out
-    assert "32 x 64 fp32, forward-backward" in shown
+    assert "32 x 64 fp32" in shown
     assert "of copy" in shown
 
 
@@ -141,7 +143,8 @@ def test_a_smoke_run_is_quick_and_writes_nothing(command, monkeypatch, capsys):
 
 
 def test_a_wrong_norm_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(norm_candidates, "torch_rmsnorm", lambda x, weight: 1.001 * norm_candidates.rmsnorm(x, weight))
+    wrong = always(lambda x, weight: 1.001 * row_kernels.rmsnorm(x, weight))
+    monkeypatch.setitem(norms.NORM.candidates, "torch", wrong)
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "torch"]) == 2
     for what in ("forward", "forward-backward"):
         found = by_name(lines(in_tmp, "norms"), what)
@@ -161,27 +164,30 @@ class WrongWeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return reference.rmsnorm(x, weight, norm_candidates.EPS)
+        return reference.rmsnorm(x, weight, row_kernels.EPS)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x = reference.rmsnorm_backward_x(grad, x, weight, norm_candidates.EPS)
-        return grad_x, reference.rmsnorm_backward_g(grad[:-1], x[:-1], weight, norm_candidates.EPS)
+        grad_x = reference.rmsnorm_backward_x(grad, x, weight, row_kernels.EPS)
+        return grad_x, reference.rmsnorm_backward_g(grad[:-1], x[:-1], weight, row_kernels.EPS)
 
 
 def test_the_gate_sees_every_gradient_and_the_last_row():
-    shape = Shape(1000, 16, "fp32", "forward-backward")
-    inputs, norm = norm_candidates.Inputs(shape, CPU), norm_candidates.CANDIDATES["eager"]
-    assert norm_candidates.gate("eager", norm_candidates.rmsnorm, norm, shape, inputs) < 1e-6
-    with pytest.raises(WrongResultError, match="shy's dw is off"):
-        norm_candidates.gate("shy", WrongWeightGradient.apply, norm, shape, inputs)
+    task = SizedTask("norm", (1000, 16), "fp32", "forward-backward")
+    inputs = norms.NORM.inputs(task, CPU)
+    assert norms.NORM.gate("eager", row_kernels.rmsnorm, task, inputs) < 1e-6
+    assert norms.NORM.gate("layernorm", row_kernels.layernorm, task, inputs) < 1e-6
+    with pytest.raises(WrongResultError, match="shy's gradient of weight is off"):
+        norms.NORM.gate("shy", WrongWeightGradient.apply, task, inputs)
+    with pytest.raises(WrongResultError, match="layernorm's gradient of bias is off"):
+        norms.NORM.gate("layernorm", lambda x, w, b: row_kernels.layernorm(x, w, b.detach() + 0 * b), task, inputs)
 
     def forgets_the_last_row(x, weight):
-        return torch.cat((norm_candidates.rmsnorm(x[:-1], weight), x[-1:]))
+        return torch.cat((row_kernels.rmsnorm(x[:-1], weight), x[-1:]))
 
     with pytest.raises(WrongResultError, match="short's y is off"):
-        norm_candidates.gate("short", forgets_the_last_row, norm, shape, inputs)
+        norms.NORM.gate("short", forgets_the_last_row, task, inputs)
 
 
 def test_wrong_attention_gets_no_speed(in_tmp, monkeypatch):
@@ -222,7 +228,7 @@ def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
 def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, capsys):
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 0
     assert "ours" not in by_name(lines(in_tmp, "norms"), "forward")
-    assert "gate: equals float64 within" in capsys.readouterr().out
+    assert "gate: equals float64, norm within" in capsys.readouterr().out
 
 
 @needs_interpreter
@@ -239,9 +245,9 @@ def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
 
 @needs_interpreter
 def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(norms, "ours", lambda x, weight: x)
+    monkeypatch.setitem(norms.NORM.candidates, "ours", always(lambda x, weight: x))
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ours's y is off its reference")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: norm: ours's y is off its reference")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_running_out_of_memory_ends_one_candidate_only(in_tmp, monkeypatch):
     def explode(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(norm_candidates, "layernorm", explode)
+    monkeypatch.setitem(norms.NORM.candidates, "layernorm", always(explode))
     assert run_command(norms.main, [*TINY_NORM, "--forward"]) == 0
     found = by_name(lines(in_tmp, "norms"), "forward")
     assert {name: record["status"] for name, record in found.items()} == {

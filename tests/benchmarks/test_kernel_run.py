@@ -32,13 +32,16 @@ def test_the_budget_lets_no_other_shape_begin(in_tmp, monkeypatch, capsys):
     assert run_command(norms.main, [*TINY_NORM, "--columns", "32", "--budget", "1.5"]) == 0
     assert {(r["config"]["columns"], r["config"]["pass"]) for r in lines(in_tmp)} == {(64, "forward")}
     shown = " ".join(capsys.readouterr().out.split())
-    assert "not begun: the budget of 1.5 s is used up: 32 x 64 fp32 forward-backward; 32 x 32 fp32 forward;" in shown
+    assert (
+        "not begun: the budget of 1.5 s is used up: norm 32 x 64 fp32 forward-backward; norm 32 x 32 fp32 forward;"
+        in shown
+    )
 
 
 def test_a_run_that_leaves_everything_out_says_so_and_is_no_error(in_tmp, capsys):
     assert run_command(norms.main, [*TINY_NORM, "--forward", "--patience", "0"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "eager left out, too slow for --patience: 32 x 64 fp32 forward, about" in shown
+    assert "eager left out, too slow for --patience: norm 32 x 64 fp32 forward, about" in shown
     assert run_command(norms.main, [*TINY_NORM, "--budget", "0"]) == 0
     assert lines(in_tmp) == []
 

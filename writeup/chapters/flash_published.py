@@ -1,7 +1,8 @@
 """Published times of attention and of the leaderboards, and the share of a GPU's peak that each means."""
 
 from benchmarks.attention import LEADERBOARD
-from benchmarks.lib.attention_candidates import BOTH, flops
+from benchmarks.lib.attention_candidates import flops
+from benchmarks.lib.kernel import BOTH
 from benchmarks.lib.leaderboard_step import BATCH, FULL
 from cs336_systems.cost import forward_flops
 from cs336_systems.cost.machines import system_preset

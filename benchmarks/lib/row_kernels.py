@@ -1,0 +1,280 @@
+"""Kernels of `benchmarks.norms` and `benchmarks.fused` that work row by row: norms, SwiGLU, and RMSNorm of a sum."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness import require_close
+from benchmarks.lib.contest import OURS, Entry, Stopwatch, peer, spread
+from benchmarks.lib.kernel import (
+    BOTH,
+    DTYPES,
+    FORWARD,
+    DtypeName,
+    Function,
+    Load,
+    SizedKernel,
+    SizedTask,
+    always,
+    compiling,
+    ours,
+    tolerance,
+)
+from kernels import reference
+from kernels.rmsnorm import TritonAddRMSNormFunction, TritonRMSNormFunction
+from kernels.swiglu import SwiGLUFunction
+
+EPS = 1e-5
+GATE_ROWS = 64
+
+
+class RowInputs:
+    """Matrices (rows columns), weights (columns), and the upstream gradient of each result (rows columns)."""
+
+    def __init__(self, task: SizedTask, device: torch.device, counts: tuple[int, int, int]) -> None:
+        matrices, weights, results = counts
+        generator = torch.Generator(device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
+        learns = task.what == BOTH
+        self.matrices = [draw(task.sizes).requires_grad_(learns) for _ in range(matrices)]
+        self.weights = [(1 + 0.1 * draw(task.sizes[1])).requires_grad_(learns) for _ in range(weights)]
+        self.grads = [draw(task.sizes) for _ in range(results if learns else 0)]
+        self.nbytes = sum(t.nbytes for t in (*self.matrices, *self.weights, *self.grads))
+
+
+class RowKernel(SizedKernel):
+    """A kernel whose rows are independent, except in the gradient of a weight, which is a sum over them."""
+
+    matrices: ClassVar[Sequence[str]]  # read
+    weights: ClassVar[Sequence[str]] = ()
+    results: ClassVar[Sequence[str]]
+    between: ClassVar[Mapping[tuple[str, str], int]] = {}  # matrices that a candidate needs besides, or shares
+
+    @abstractmethod
+    def equations(self, name: str) -> Function:
+        """What a candidate has to equal, in the dtype of its inputs."""
+
+    def leaves(self, name: str, inputs: RowInputs) -> list[Tensor]:
+        """The arguments of a candidate."""
+        return [*inputs.matrices, *inputs.weights]
+
+    def inputs(self, task: SizedTask, device: torch.device) -> RowInputs:
+        return RowInputs(task, device, (len(self.matrices), len(self.weights), len(self.results)))
+
+    def least_bytes(self, name: str, task: SizedTask) -> int:
+        """Matrices, results, and with a backward upstream gradients and gradients."""
+        matrices, results = len(self.matrices), len(self.results)
+        gradients = matrices + results if task.what == BOTH else 0
+        between = self.between.get((name, task.what), 0)
+        copies = matrices if name in self.in_place else 0
+        return (matrices + results + gradients + between + copies) * task.sizes[0] * task.sizes[1] * task.itemsize
+
+    def peak_bytes(self, name: str, task: SizedTask) -> int | None:
+        return self.least_bytes(name, task)
+
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: RowInputs) -> float:
+        """A few rows, from the first to the last, are enough; the upstream gradient is zero in all others, which then
+        add nothing to a weight's gradient."""
+        leaves, count = self.leaves(name, inputs), len(self.matrices)
+        rows, bound = spread(task.sizes[0], GATE_ROWS, leaves[0].device), tolerance(task, max(task.sizes[1], GATE_ROWS))
+        few = [*(t[rows] for t in leaves[:count]), *leaves[count:]]
+        wide = [t.detach().double().requires_grad_() for t in few]
+        wanted, got = as_tuple(self.equations(name)(*wide)), as_tuple(function(*leaves))
+        error = 0.0
+        for what, y, want in zip(self.results, got, wanted, strict=True):
+            error = max(error, require_close(f"{name}'s {what}", y[rows], want, bound))
+        if task.what == FORWARD:
+            return error
+        grads = [torch.zeros_like(grad) for grad in inputs.grads]
+        for zeros, grad in zip(grads, inputs.grads, strict=True):
+            zeros[rows] = grad[rows]
+        ideals = torch.autograd.grad(wanted, wide, [grad[rows].double() for grad in grads])
+        found = list(torch.autograd.grad(got, leaves, grads))
+        found[:count] = [grad[rows] for grad in found[:count]]
+        for what, each, ideal in zip((*self.matrices, *self.weights), found, ideals, strict=False):
+            error = max(error, require_close(f"{name}'s gradient of {what}", each, ideal, bound))
+        return error
+
+    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: RowInputs) -> Callable[[], object]:
+        leaves = self.leaves(name, inputs)
+        if task.what == FORWARD:
+            return lambda: function(*leaves)
+        return lambda: torch.autograd.grad(as_tuple(function(*leaves)), leaves, inputs.grads)
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """One result or several."""
+    return results if isinstance(results, tuple) else (results,)
+
+
+def norm_bytes(rows: int, columns: int, itemsize: int, what: str, partial_rows: int) -> int:
+    """The least that a pass of RMSNorm over (rows columns) reads and writes.
+
+    Forward: x, y, the weight, and 1 / rms in float32. Backward: x, dy, dx, the weight, 1 / rms, and the weight's
+    gradient, which `partial_rows` programs write in float32, each a row, and a second kernel adds up.
+    """
+    matrix, weight = rows * columns * itemsize, columns * itemsize
+    forward = 2 * matrix + weight + 4 * rows
+    backward = 3 * matrix + 2 * weight + 4 * rows + 2 * partial_rows * columns * 4
+    return forward if what == FORWARD else forward + backward
+
+
+def partial_rows(device: torch.device) -> int:
+    """Partial sums of a weight's gradient that a GPU needs to be busy: two for each of its multiprocessors."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm in plain torch, operation by operation."""
+    return reference.rmsnorm(x, weight, EPS)
+
+
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PyTorch's LayerNorm, which computes more, but has long been fused."""
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def torch_rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
+    """PyTorch's own RMSNorm. Without an eps it would take that of x's dtype, 0.008 in bfloat16."""
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def load_liger(task: SizedTask, device: torch.device) -> Function:
+    """Liger-Kernel's; not in place, which would write over dy."""
+    function = peer("Liger-Kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
+    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+def load_quack(task: SizedTask, device: torch.device) -> Function:
+    """quack's, in CuTe."""
+    function = peer("quack", "quack", "rmsnorm")
+    return lambda x, weight: function(x, weight, eps=EPS)
+
+
+class Norm(RowKernel):
+    """RMSNorm, and LayerNorm, which has a bias besides."""
+
+    name = "norm"
+    fraction = "copy_fraction"
+    matrices, weights, results = ("x",), ("weight", "bias"), ("y",)
+    candidates: Mapping[str, Load] = {
+        "layernorm": always(layernorm),
+        "eager": always(rmsnorm),
+        "torch": always(torch_rmsnorm),
+        "compiled": compiling(rmsnorm),
+        OURS: ours(lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS)),
+        "liger": load_liger,
+        "quack": load_quack,
+    }
+
+    def config(self, name: str, task: SizedTask, what: str) -> dict[str, Any]:
+        found = super().config(name, task, what)
+        del found["kernel"]
+        return found
+
+    def equations(self, name: str) -> Function:
+        return layernorm if name == "layernorm" else rmsnorm
+
+    def leaves(self, name: str, inputs: RowInputs) -> list[Tensor]:
+        return [*inputs.matrices, *inputs.weights][: 3 if name == "layernorm" else 2]
+
+    def moved(self, task: SizedTask, device: torch.device) -> int:
+        rows, columns = task.sizes
+        return norm_bytes(rows, columns, task.itemsize, task.what, partial_rows(device))
+
+    def peak_bytes(self, name: str, task: SizedTask) -> None:
+        """Not predicted: what the unfused candidates keep between their operations is not known."""
+
+    def bytes_needed(self, name: str, task: SizedTask) -> int:
+        return self.least_bytes(name, task) + self.other_bytes(task)
+
+    def prepare(self, clock: Stopwatch, name: str, task: SizedTask, inputs: Any) -> Entry:
+        """The host time is that of a tiny shape. It is measured first: compiling for a shape forgets the last."""
+        host = self.host_us(clock, name, task.dtype, task.what)
+        entry = super().prepare(clock, name, task, inputs)
+        entry.metrics["host_us"] = host
+        return entry
+
+    @cache  # noqa: B019  # there is one instance
+    def host_us(self, clock: Stopwatch, name: str, dtype: DtypeName, what: str) -> float:
+        """Host microseconds of one call on a tiny shape; on a CPU, all of its time."""
+        task = SizedTask(self.name, (16, 1024), dtype, what)
+        run = self.make_pass(name, self.candidates[name](task, clock.device), task, self.inputs(task, clock.device))
+        run()
+        return 1e6 * clock.host_seconds(run, calls=50)
+
+
+def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up in two operations."""
+    return F.silu(gate) * up
+
+
+def load_liger_swiglu(task: SizedTask, device: torch.device) -> Function:
+    """Liger-Kernel's, whose backward writes the gradients over gate and up."""
+    function = peer("Liger-Kernel", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+    return lambda gate, up: function.apply(gate, up)
+
+
+class SwiGLU(RowKernel):
+    """silu(gate) up."""
+
+    name = "swiglu"
+    sizes = ((8192, 11008), (32768, 4096))
+    cpu_sizes = ((1024, 11008), (4096, 4096))
+    matrices, results = ("gate", "up"), ("y",)
+    between: ClassVar[Mapping[tuple[str, str], int]] = {("torch", FORWARD): 1, ("torch", BOTH): 1}  # silu(gate)
+    in_place = ("liger",)
+    candidates: Mapping[str, Load] = {
+        OURS: ours(SwiGLUFunction.apply),
+        "torch": always(torch_swiglu),
+        "compiled": compiling(torch_swiglu),
+        "liger": load_liger_swiglu,
+    }
+
+    def equations(self, name: str) -> Function:
+        return reference.swiglu
+
+    def moved(self, task: SizedTask, device: torch.device) -> int:
+        """Forward: gate, up, y. Backward: dy, gate, up, dgate, dup."""
+        return (3 if task.what == FORWARD else 8) * task.sizes[0] * task.sizes[1] * task.itemsize
+
+
+def reference_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The equations in the dtype of the inputs."""
+    return reference.rmsnorm(x + residual, weight, EPS), x + residual
+
+
+def torch_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's sum, then its RMSNorm."""
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+class AddRMSNorm(RowKernel):
+    """rmsnorm(x + residual), and the sum."""
+
+    name = "add-rmsnorm"
+    sizes = ((8192, 4096), (32768, 8192))
+    cpu_sizes = ((4096, 4096), (2048, 8192))
+    matrices, weights, results = ("x", "residual"), ("weight",), ("y", "sum")
+    between: ClassVar[Mapping[tuple[str, str], int]] = {(OURS, BOTH): -1}  # one gradient for x and residual
+    candidates: Mapping[str, Load] = {
+        OURS: ours(lambda x, residual, weight: TritonAddRMSNormFunction.apply(x, residual, weight, EPS)),
+        "torch": always(torch_add_rmsnorm),
+        "compiled": compiling(torch_add_rmsnorm),
+    }
+
+    def equations(self, name: str) -> Function:
+        return reference_add_rmsnorm
+
+    def moved(self, task: SizedTask, device: torch.device) -> int:
+        """As RMSNorm, with the residual read and the sum written, and in backward the gradient of the sum read; its
+        own gradient is that of x and of residual."""
+        rows, columns = task.sizes
+        more = (2 if task.what == FORWARD else 3) * rows * columns * task.itemsize
+        return norm_bytes(rows, columns, task.itemsize, task.what, partial_rows(device)) + more
