@@ -80,8 +80,10 @@ def measured_cells(cited: Citation) -> str:
     whole = len(cells) == len(dims) * len(lengths)
     at = f"widths {joined(map(str, dims))} at {joined(f'{length:,}' for length in lengths)} tokens"
     which = at if whole else joined(f"{seq:,} tokens of width {dim}" for dim, seq in cells)
+    tried = {(r.config["dim"], r.config["seq"]) for r in cited}
+    others = "The others do not fit into memory" if set(GRID) <= tried else "The others were not measured"
     count = f"{len(cells)} of the {len(GRID)} cells of the course's grid"
-    return f"Only {count} were measured: {which}. The others are predicted."
+    return f"{count} were measured: {which}. {others}; their times are predicted."
 
 
 def limits() -> str:
