@@ -133,7 +133,8 @@ def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str]
     reasons = [f"{suspect.where}: {suspect.why}" for record in records for suspect in book.suspicions(record)]
     lines += [f"{DOUBTFUL} {markdown_text(reason)}" for reason in dict.fromkeys(reasons)]
     if noisy:
-        kinds = dict.fromkeys(flag.split(":")[0] for record in records for flag in record.flags)
+        measured = (record for record in records if record.status == "ok")
+        kinds = dict.fromkeys(flag.split(":")[0].split(" by ")[0] for record in measured for flag in record.flags)
         lines.append(f"{NOISY} flagged when it was measured: {markdown_text(', '.join(kinds))}")
     return "::: source\n" + ".\n".join(lines) + ".\n:::"
 

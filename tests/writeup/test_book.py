@@ -116,6 +116,10 @@ def test_rows_of_several_commits_bear_letters(book):
     assert "12.0 ms^a^\\* |\n| 5.50 ms^b^ |" in table
     assert "^a^ commit aaaaaaa (2026-01-02), ^b^ commit bbbbbbb (2026-02-03)" in table
     assert "\\* flagged when it was measured: noisy." in table
+    fast, full = "faster than the peak by 1.2 x", replace(made(flags=["needs 2 GiB"]), status="out-of-memory")
+    cited = replace(cited, records=(made(flags=[fast]), made(flags=[fast.replace("1.2", "1.3")]), full))
+    table = plain(str(Table(book, ("a",), [[timing(book, each)] for each in cited], cited)))
+    assert "\\* flagged when it was measured: faster than the peak." in table
 
 
 def test_a_figure_names_its_record(book):
