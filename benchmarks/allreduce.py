@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 import torch
-from rich.table import Table
 
+from benchmarks import parallel_tables
 from benchmarks.allreduce_plot import plot
 from benchmarks.collective import (
     COURSE_SIZES,
@@ -21,7 +21,7 @@ from benchmarks.collective import (
     size_name,
     work,
 )
-from benchmarks.lib import mpi
+from benchmarks.lib import mpi, sheets
 from benchmarks.records import Record, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
@@ -29,7 +29,6 @@ from cs336_systems.comm.startup import can_share
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, environment
 from cs336_systems.host.text import printable
 
@@ -39,13 +38,6 @@ COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
 )
 OPTIONAL = ("shm", "mpi")  # not missed where they cannot run, unless they were asked for
 RANKS = (2, 4, 6)
-COLUMNS = ("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted")
-SPEEDS = ("algbw", "busbw", "of a copy", "rank spread")
-PREDICTION = (
-    "predicted: latency of an all-reduce of 4 KiB + 2 (ranks - 1) / ranks x size / link, where link is the speed of "
-    "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank; "
-    "of a copy: the time in which all ranks copy a tensor of this size in their memory, as a share of the all-reduce's"
-)
 
 
 def combinations(settings: AllReduceSettings) -> list[tuple[str, AllReduceBackend]]:
@@ -126,37 +118,11 @@ def refuse(job: AllReduceJob, place: Place, reason: str) -> None:
         job.keep(replace(job.record(place, nbytes, stamp), status="unsupported", flags=[reason]))
 
 
-def row(record: Record) -> list[str]:
-    """One record as cells."""
-    config, metrics = record.config, record.metrics
-    start = [str(config["ranks"]), config["backend"], config["device"], size_name(config["bytes"])]
-    if record.status != "ok":
-        return [*start, "does not fit" if record.status == "out-of-memory" else record.status]
-    times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
-    times.append(format_seconds(record.predicted["mean_ms"] / 1e3))
-    speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
-    speeds.append(f"{metrics['copy_ms'] / metrics['median_ms']:.0%}" if "copy_ms" in metrics else "-")
-    return [*start, *times, *speeds, format_seconds(metrics["rank_spread_ms"] / 1e3)]
-
-
 def show(records: list[Record]) -> None:
     """The table of what was measured, predictions beside it, and what is suspect or missing."""
-    stamp, config = records[-1].environment, records[-1].config
-    devices = " and ".join(dict.fromkeys(record.environment["device"] for record in records))
-    nodes = f"; {config['nodes']} nodes" * (config["nodes"] > 1)
-    title = f"all-reduce (mean) of float32 on {devices}, {stamp['cores']} cores"
-    title += f"; {config['link']}" if config["link"] else nodes
-    table = Table(title=title, title_justify="left", caption=PREDICTION, caption_justify="left")
-    for head in COLUMNS + SPEEDS:
-        table.add_column(head, justify="left" if head in ("backend", "tensors") else "right")
-    for before, record in zip([None, *records], records, strict=False):
-        if before and before.config["ranks"] != record.config["ranks"]:
-            table.add_section()
-        table.add_row(*row(record), style=None if record.status == "ok" else "dim")
-    out = console.console()
-    out.print(table)
+    sheets.show(parallel_tables.sheets(records))
     for reason, names in remarks(records).items():
-        out.print(f"{', '.join(names)}: {reason}")
+        console.console().print(f"{', '.join(names)}: {reason}")
 
 
 def remarks(records: list[Record]) -> dict[str, list[str]]:

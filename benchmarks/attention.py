@@ -104,7 +104,7 @@ def run(settings: AttentionSettings) -> list[Record]:
     idle = settings.idle(CANDIDATES, device, names, absent=f"not in the grid {settings.grid}")
     kernel = Attention(names, ROUNDS[settings.grid], PUBLISHED)
     work = [(kernel, task) for task in settings.tasks()]
-    records = run_kernels("attention", settings, CANDIDATES, work, SHEET, idle)
+    records = run_kernels("attention", settings, CANDIDATES, work, SHEET, idle, remark="")
     for record in records:
         metrics, name = record.metrics, record.config["candidate"]
         if best := metrics.get("published_best_ms"):

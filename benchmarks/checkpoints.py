@@ -13,10 +13,11 @@ from typing import Any
 
 import click
 
-from benchmarks.checkpoint_tables import checkpoint_sheet
+from benchmarks.checkpoint_tables import sheets
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.lib.options import COUNT
+from benchmarks.lib.sheets import show
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
@@ -107,7 +108,7 @@ def work(place: Place, settings: CheckpointSettings) -> None:
         stamp |= {"world_size": group.size(), "backend": backend_of(group)}
         records = measured(Bench(recipe, group, device, folder), settings, stamp)
         if group.rank() == 0:
-            console.console().print(checkpoint_sheet(records).table())
+            show(sheets(records))
             recorder = settings.recorder("checkpoints", device)
             recorder.keep(*records)
             recorder.tell()

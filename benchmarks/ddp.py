@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich.table import Table
 
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.lib.peers import ALONE, TORCH_DDP, ddp_candidates
@@ -22,15 +21,7 @@ from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_seconds, setting
-
-COLUMNS = ("candidate", "step", "± std", "predicted", "/ torch DDP", "quartiles")
-COMMUNICATION = ("collectives", "sent", "alone", "exposed")
-CAPTION = (
-    "sent: bytes that leave a rank in a step. alone: those collectives with nothing else to do, and their share of the "
-    "step. exposed: what a step takes longer than one without communication, median of pairs; the rest is hidden. "
-    "*: noisy (standard deviation above 5% of the mean): trust the ratios"
-)
+from cs336_systems.host.console import setting
 
 
 @dataclass(frozen=True)
@@ -81,30 +72,9 @@ def make_record(run: ParallelRun, name: str, turns: Turns) -> Record:
     return run.record("ddp", name, samples, metrics, predicted, noise(metrics))
 
 
-def show(run: ParallelRun, records: list[Record]) -> None:
-    """The table of all candidates."""
-    table = Table(title=run.title(), title_justify="left", caption=CAPTION, caption_justify="left")
-    for head in COLUMNS + COMMUNICATION:
-        table.add_column(head, justify="left" if head == "candidate" else "right")
-    for record in records:
-        metrics = record.metrics
-        mark = "*" if record.flags else ""
-        cells = [format_seconds(metrics["median_ms"] / 1e3) + mark, format_seconds(metrics["std_ms"] / 1e3)]
-        cells += [format_seconds(record.predicted["mean_ms"] / 1e3), f"{metrics['ratio_median']:.3f}"]
-        cells.append(f"{metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f}")
-        if "collectives" in metrics:
-            alone, share = format_seconds(metrics["communication_ms"] / 1e3), metrics["communication_share"]
-            cells += [str(metrics["collectives"]), format_bytes(metrics["bytes_sent"]), f"{alone}, {share:.0%}"]
-        else:
-            cells += ["", "", ""]
-        cells.append(f"{metrics['exposed_ms']:.0f} ms" if "exposed_ms" in metrics else "")
-        table.add_row(record.config["candidate"], *cells)
-    console.console().print(table)
-
-
 def work(place: Place, settings: DDPSettings) -> None:
     """One rank's part."""
-    worker_run(place, settings, "ddp", ddp_candidates(settings.sizes()), make_record, show)
+    worker_run(place, settings, "ddp", ddp_candidates(settings.sizes()), make_record)
 
 
 @click.command()

@@ -12,9 +12,10 @@ from benchmarks.attention import LEADERBOARD
 from benchmarks.lib.contest import OURS, format_ms
 from benchmarks.lib.kernel import BOTH, FORWARD
 from benchmarks.lib.kernel_sheet import Sheet, time_cells
+from benchmarks.lib.sheets import pages
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import format_count
-from cs336_systems.host.text import markdown_row, markdown_text
+from cs336_systems.host.table import Table
 
 GPU_MACHINE = "nvidia-h200"
 GOAL_COLUMNS = range(1024, 32_769)
@@ -141,18 +142,17 @@ def row(sheet: Sheet, record: Record) -> list[str]:
     return [*start, *time_cells(record), *(cell(record) for _, cell in sheet.columns[:2])]
 
 
+def sheets(records: list[Record]) -> list[Table]:
+    """One benchmark's whole passes on one machine, without the candidates that cannot do them."""
+    if not records:
+        return []
+    (sheet, whole), where = SHEETS[records[0].benchmark], records[-1].environment
+    title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, {records[0].benchmark}"
+    heads = (sheet.what, "pass", "candidate", "median", "predicted", *(head for head, _ in sheet.columns[:2]))
+    rows = [row(sheet, record) for record in records if record.status != "unsupported" and whole(record.config)]
+    return [Table(title, heads, rows)] if rows else []
+
+
 def kernel_tables(results: Path) -> list[str]:
-    """One table for each machine and benchmark: of the whole passes, and without the candidates that cannot do them."""
-    tables = []
-    for benchmark, (sheet, whole) in SHEETS.items():
-        for path in sorted(results.glob(f"*/{benchmark}.jsonl")):
-            records = [r for r in read_records(path) if r.status != "unsupported" and whole(r.config)]
-            if not records:
-                continue
-            where = records[-1].environment
-            about = markdown_text(f"{where['threads']} threads, torch {where['torch']}, {benchmark}:")
-            title = f"**{markdown_text(where['device'])}**, {about}"
-            heads = (sheet.what, "pass", "candidate", "median", "predicted", *(head for head, _ in sheet.columns[:2]))
-            head = [f"| {' | '.join(heads)} |", f"|{' --- |' * 3}{' --: |' * (len(heads) - 3)}"]
-            tables.append("\n".join([title, "", *head, *(markdown_row(row(sheet, r)) for r in records)]))
-    return tables
+    """The Markdown tables of every machine."""
+    return [page for benchmark in SHEETS for page in pages(results, benchmark, sheets)]

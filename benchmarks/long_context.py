@@ -13,14 +13,13 @@ from typing import Any
 
 import click
 import torch
-from rich.table import Table
 
 from benchmarks.allreduce_plot import name_ticks
 from benchmarks.harness import WrongResultError, noise, ratios, summarise
 from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
-from benchmarks.parallel_tables import markdown
+from benchmarks.lib.sheets import groups, show
 from benchmarks.records import Record, read_records, shown
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -30,16 +29,17 @@ from cs336_systems.cost.plots.style import HOW_TO_PLOT, STYLES, can_plot, save, 
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
-from cs336_systems.host.text import markdown_text, plot_text
+from cs336_systems.host.table import Table
+from cs336_systems.host.text import plot_text
 from cs336_systems.presets import Attention, ContextType
 from cs336_systems.traffic import sent
 from cs336_systems.train.recipe import Recipe
 
 COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak memory", "live", "sent", "work")
-CAPTION = (
+NOTE = (
     "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library "
     "on the meta device; sent: for attention, by a rank in a step; work: the most scores of a rank over the mean. "
-    "*: noisy (standard deviation above 5% of the mean): trust the ratios"
+    "\\*: noisy (standard deviation above 5% of the mean): trust the ratios."
 )
 
 
@@ -138,7 +138,7 @@ def row(record: Record) -> list[str]:
     config, metrics, predicted = record.config, record.metrics, record.predicted
     start = [f"{config['context']:,}", str(config["cp"]), config["way"]]
     if record.status != "ok":
-        return [*start, "wrong"]
+        return [*start, "wrong", *[""] * (len(COLUMNS) - len(start) - 1)]
     memory = "unknown" if metrics["memory_bytes"] is None else format_bytes(metrics["memory_bytes"])
     times = [format_seconds(value / 1e3) for value in (metrics["median_ms"], predicted["mean_ms"])]
     sent = format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"
@@ -157,21 +157,13 @@ def title_of(record: Record) -> str:
     config, stamp = record.config, record.environment
     packed = ", packed documents" if config["pack"] else ""
     model = f"{config['size']}, batch of {config['batch_size']}, attention {config['attention']}{packed}"
-    return f"{model}; {stamp['device']}, {stamp['cores']} cores, {config['threads']} thread(s) a rank"
+    return f"Long sequences; {model}; {stamp['device']}, {stamp['cores']} cores, {config['threads']} thread(s) a rank"
 
 
-def context_tables(results: Path) -> list[str]:
-    """The committed records as Markdown, a table for each machine and model."""
-    tables = []
-    for path in sorted(results.glob("*/long_context.jsonl")):
-        groups: dict[str, list[Record]] = {}
-        for record in sorted(read_records(path), key=lambda each: (each.config["context"], each.config["cp"])):
-            groups.setdefault(title_of(record), []).append(record)
-        tables += [
-            markdown(f"**Long sequences**; {markdown_text(title)}", COLUMNS, list(map(row, rows)))
-            for title, rows in groups.items()
-        ]
-    return [*tables, CAPTION.replace("*", "\\*")] if tables else []
+def sheets(records: list[Record]) -> list[Table]:
+    """A table for each model, the shortest sequence first."""
+    records = sorted(records, key=lambda each: (each.config["context"], each.config["cp"]))
+    return [Table(title_of(rows[0]), COLUMNS, list(map(row, rows)), NOTE) for rows in groups(records, title_of)]
 
 
 def draw(path: Path) -> Path:
@@ -225,10 +217,7 @@ def main(**options: Any) -> None:
     peak = launcher.run(measure_peak, task, 1)
     first = {layout.seq: layout for layout in reversed(layouts)}
     records = [make_record(layout, first[layout.seq], peak, settings) for layout in layouts]
-    table = Table(*COLUMNS, title=title_of(records[0]), title_justify="left", caption=CAPTION, caption_justify="left")
-    for record in records:
-        table.add_row(*row(record))
-    console.console().print(table)
+    show(sheets(records))
     recorder.keep(*records)
     recorder.tell()
     if recorder.path:

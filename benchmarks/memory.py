@@ -21,6 +21,7 @@ from benchmarks.lib.model_options import ModelOptions, model_config
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import model_residuals
 from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+from benchmarks.lib.sheets import show
 from benchmarks.lib.workload import Case, Workload
 from benchmarks.memory_tables import sheets
 from benchmarks.records import Record
@@ -267,8 +268,7 @@ def run(settings: MemorySettings) -> list[Record]:
             for each in runs:
                 recorder.keep(measure(each, settings.year))
                 advance(f"{each.size} {each.mode}")
-    for sheet in sheets(recorder.records):
-        console.console().print(sheet.table())
+    show(sheets(recorder.records))
     recorder.tell()
     return recorder.records
 

@@ -1,10 +1,7 @@
 """Tables of the records of `benchmarks.memory`: peaks, residuals and segments, for a terminal and as Markdown."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
-from benchmarks.records import Record, read_records
+from benchmarks.lib.sheets import groups, machine
+from benchmarks.records import Record
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.table import Table
@@ -61,7 +58,7 @@ def recompute_name(record: Record) -> str:
 
 def shape_title(record: Record) -> str:
     """Title of a shape: the model, tokens, precision, machine and commit that its records share."""
-    return f"{label(record)}, {record.config['precision']}, {place(record)}"
+    return f"{label(record)}, {record.config['precision']}, {machine(record)}"
 
 
 def largest_rows(record: Record) -> list[list[str]]:
@@ -135,37 +132,14 @@ def segment_sheet(records: list[Record]) -> Table:
     return Table(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
 
 
-def place(record: Record) -> str:
-    """The machine, and the state of the code."""
-    where = record.environment
-    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    return (
-        f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}, {str(where['date'])[:10]}"
-    )
-
-
-def groups(records: Iterable[Record], key: Any) -> list[list[Record]]:
-    """Records of the same key together, in order."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(key(record), []).append(record)
-    return list(found.values())
-
-
 def sheets(records: list[Record]) -> list[Table]:
     """All tables of some records: of one machine and commit at a time, peaks, residuals, segments."""
     found = []
-    for group in groups(records, place):
+    for group in groups(records, machine):
         if passes := [record for record in group if record.config["mode"] in ("forward", "step")]:
-            found.append(peak_sheet(passes, place(passes[0])))
+            found.append(peak_sheet(passes, machine(passes[0])))
         for mode in ("residuals", "activations"):
             mine = [record for record in group if record.config["mode"] == mode]
             for shape in groups(mine, lambda record: label(record) + record.config["precision"]):
                 found += residual_sheets(shape) if mode == "residuals" else [segment_sheet(shape)]
     return found
-
-
-def memory_tables(results: Path) -> list[str]:
-    """The Markdown tables of every machine."""
-    paths = sorted(results.glob("*/memory.jsonl"))
-    return [sheet.markdown(level=0).rstrip("\n") for path in paths for sheet in sheets(read_records(path))]

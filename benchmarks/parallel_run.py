@@ -13,7 +13,9 @@ from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
 from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.peers import Build
+from benchmarks.lib.sheets import show
 from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
+from benchmarks.parallel_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
@@ -25,9 +27,9 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.host.console import format_bytes, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset, with_edition
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,6 @@ class ParallelRun:
     link: Link
     stamp: dict[str, Any]
     arena: Arena
-
-    def title(self) -> str:
-        """Title of the table: model, machine and ranks."""
-        config, parameters = self.config, format_count(self.arena.trainable, billion="B")
-        where = f"{self.ranks} {self.backend} ranks on {self.stamp['device']}, {self.stamp['threads']} thread(s) each"
-        shape = f"batch {self.settings.batch_size} x {config.context_length} a rank"
-        words = f"; {self.settings.link}" if self.settings.link else ""
-        link = f"link {format_seconds(self.link.latency)} + size / {format_bytes(self.link.bandwidth)}/s"
-        size = with_edition(self.settings.size, self.settings.year)
-        return f"{size}: {parameters} parameters, {shape}, {where}; {link}{words}"
 
     def compute_seconds(self) -> dict[str, float]:
         """Seconds predicted for forward, backward and optimizer, without communication."""
@@ -160,7 +152,6 @@ def worker_run(
     benchmark: str,
     candidates: dict[str, Build],
     make_record: Callable[[ParallelRun, str, Turns], Record],
-    show: Callable[[ParallelRun, list[Record]], None],
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
@@ -188,7 +179,7 @@ def worker_run(
             turns = arena.play(settings.rounds, settings.steps, advance)
         records = [make_record(run, name, turns) for name in candidates]
         if first:
-            show(run, records)
+            show(sheets(records))
             recorder = settings.recorder(benchmark, device)
             recorder.keep(*records)
             recorder.tell()

@@ -1,128 +1,126 @@
-"""Markdown tables of the records of several ranks: all-reduce, the data-parallel wrappers, ZeRO."""
+"""Tables of the records of several ranks: all-reduce, the data-parallel wrappers, ZeRO."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.collective import size_name
-from benchmarks.records import Record, read_records
-from cs336_systems.host.console import format_bytes, format_count, format_seconds
-from cs336_systems.host.text import markdown_row, markdown_text
+from benchmarks.lib.sheets import groups, machine, median, pages, ratio, time
+from benchmarks.records import Record
+from cs336_systems.host.console import format_bytes, format_count
+from cs336_systems.host.table import Table
+from cs336_systems.presets import with_edition
 
-Row = Callable[[Record], list[str]]
 KINDS = ("parameters", "gradients", "optimizer")
-
-
-def milliseconds(value: float) -> str:
-    """A time in the unit that suits it."""
-    return format_seconds(value / 1e3)
-
-
-def measured(record: Record) -> str:
-    """The median and the relative standard deviation, with a mark if that is large."""
-    metrics = record.metrics
-    spread = f"{metrics['std_ms'] / metrics['mean_ms']:.0%}" + ("*" if record.flags else "")
-    return f"{milliseconds(metrics['median_ms'])} ± {spread}"
+NOISY = "\\*: noisy (standard deviation above 5% of the mean): trust the ratios."
+ALL_REDUCE = (
+    *("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted"),
+    *("algbw", "busbw", "of a copy", "rank spread"),
+)
+ALL_REDUCE_NOTE = (
+    "predicted: latency of an all-reduce of 4 KiB + 2 (ranks - 1) / ranks x size / link, where link is the speed of "
+    "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank; "
+    "of a copy: the time in which all ranks copy a tensor of this size in their memory, as a share of the all-reduce's."
+)
+DDP = ("candidate", "step", "predicted", "/ torch DDP", "collectives", "sent", "they alone", "exposed")
+DDP_NOTE = (
+    "sent: bytes that leave a rank in a step. they alone: those collectives with nothing else to do, and their share "
+    "of the step. exposed: what a step takes longer than one without communication, median of pairs; the rest is "
+    f"hidden. {NOISY}"
+)
+TIMES = (*("candidate", "step", "predicted", "/ ZeroRedundancyOptimizer", "/ FSDP2", "reductions", "gathers", "sent"),)
+TIMES_NOTE = (
+    "reductions, gathers: the collectives of gradients and of parameters by themselves, and the share of the step that "
+    f"the latter would take; sent: bytes that leave a rank in a step. {NOISY}"
+)
+MEMORY = ("candidate", *KINDS, "in all", "by the formula", "activations")
+MEMORY_NOTE = (
+    "live storages of the fullest rank: after initialisation, what backward added before the step, what the first step "
+    "added; activations: what forward keeps. PyTorch's DDP, and what is built on it, holds its buckets in C++, which "
+    "this does not see: as much as the gradients once more."
+)
 
 
 def all_reduce_row(record: Record) -> list[str]:
     """One size on some ranks."""
     config, metrics = record.config, record.metrics
-    start = [f"{config['ranks']} {config['backend']} {config['device']}", size_name(config["bytes"])]
+    start = [str(config["ranks"]), config["backend"], config["device"], size_name(config["bytes"])]
     if record.status != "ok":
-        return [*start, record.status, "", "", "", ""]
+        status = "does not fit" if record.status == "out-of-memory" else record.status
+        return [*start, status, *[""] * (len(ALL_REDUCE) - len(start) - 1)]
+    times = [time(metrics[key]) for key in ("mean_ms", "std_ms", "median_ms")]
+    times.append(time(record.predicted["mean_ms"]))
     speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
-    spread = milliseconds(metrics["rank_spread_ms"])
-    return [*start, measured(record), milliseconds(record.predicted["mean_ms"]), *speeds, spread]
+    speeds.append(f"{metrics['copy_ms'] / metrics['median_ms']:.0%}" if "copy_ms" in metrics else "-")
+    return [*start, *times, *speeds, time(metrics["rank_spread_ms"])]
 
 
 def ddp_row(record: Record) -> list[str]:
     """One candidate."""
     metrics = record.metrics
-    ratio = f"{metrics['ratio_median']:.3f} ({metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f})"
-    cells = [record.config["candidate"], measured(record), milliseconds(record.predicted["mean_ms"])]
-    if "collectives" not in metrics:
-        exposed = milliseconds(metrics["exposed_ms"]) if "exposed_ms" in metrics else ""
-        return [*cells, ratio, "", "", exposed]
-    alone = f"{milliseconds(metrics['communication_ms'])} ({metrics['communication_share']:.0%})"
-    return [*cells, ratio, str(metrics["collectives"]), alone, f"{metrics['exposed_ms']:.0f} ms"]
+    cells = [record.config["candidate"], median(record), time(record.predicted["mean_ms"]), ratio(metrics)]
+    cells += ["", "", ""]
+    if "collectives" in metrics:
+        alone = f"{time(metrics['communication_ms'])} ({metrics['communication_share']:.0%})"
+        cells[-3:] = [str(metrics["collectives"]), format_bytes(metrics["bytes_sent"]), alone]
+    return [*cells, time(metrics["exposed_ms"]) if "exposed_ms" in metrics else ""]
 
 
-def zero_row(record: Record) -> list[str]:
-    """One candidate: time, then memory."""
-    metrics, predicted = record.metrics, record.predicted
-    cells = [record.config["candidate"], measured(record), milliseconds(predicted["mean_ms"])]
-    for peer in ("zero", "fsdp"):
-        low, high = metrics[f"{peer}_ratio_low"], metrics[f"{peer}_ratio_high"]
-        cells.append(f"{metrics[f'{peer}_ratio_median']:.3f} ({low:.3f} to {high:.3f})")
-    cells.append(f"{metrics['update_share']:.0%}" if "update_share" in metrics else "")
-    held = [metrics[f"{kind}_bytes"] for kind in KINDS]
-    formula = sum(predicted[f"{kind}_bytes"] for kind in KINDS)
-    cells += [format_bytes(each) for each in held]
-    return [*cells, f"{format_bytes(sum(held))} ({sum(held) / formula - 1:+.1%})"]
+def times_row(record: Record) -> list[str]:
+    """Times of one candidate of the benchmark of ZeRO."""
+    metrics = record.metrics
+    cells = [record.config["candidate"], median(record), time(record.predicted["mean_ms"])]
+    cells += [ratio(metrics, f"{peer}_") for peer in ("zero", "fsdp")]
+    if "reductions_ms" not in metrics:
+        return [*cells, "", "", ""]
+    sent = metrics["reductions_bytes_sent"] + metrics["gathers_bytes_sent"]
+    gathers = f"{time(metrics['gathers_ms'])} ({metrics['update_share']:.0%})" * bool(sent)
+    return [*cells, time(metrics["reductions_ms"]), gathers, format_bytes(sent)]
 
 
-TABLES: dict[str, tuple[str, tuple[str, ...], Row]] = {
-    "allreduce": (
-        "All-reduce of float32",
-        ("ranks", "size", "measured", "predicted", "algorithm", "bus", "rank spread"),
-        all_reduce_row,
-    ),
-    "ddp": (
-        "Data-parallel training step",
-        ("candidate", "step", "predicted", "/ torch DDP", "collectives", "they alone", "exposed"),
-        ddp_row,
-    ),
+def memory_row(record: Record) -> list[str]:
+    """Memory of one candidate of the benchmark of ZeRO."""
+    metrics = record.metrics
+    held, formula = ([part[f"{kind}_bytes"] for kind in KINDS] for part in (metrics, record.predicted))
+    beside = f"{format_bytes(sum(formula))} ({sum(held) / sum(formula) - 1:+.1%})"
+    cells = [*map(format_bytes, held), format_bytes(sum(held)), beside, format_bytes(metrics["activations_bytes"])]
+    return [record.config["candidate"], *cells]
+
+
+SHEETS = {
+    "allreduce": (("All-reduce (mean) of float32", ALL_REDUCE, all_reduce_row, ALL_REDUCE_NOTE),),
+    "ddp": (("Data-parallel training step", DDP, ddp_row, DDP_NOTE),),
     "zero": (
-        "ZeRO training step and memory of a rank",
-        (
-            *("candidate", "step", "predicted", "/ ZeroRedundancyOptimizer", "/ FSDP2", "gathers' share"),
-            *("parameters", "gradients", "optimizer", "in all (against the formula)"),
-        ),
-        zero_row,
+        ("ZeRO training step", TIMES, times_row, TIMES_NOTE),
+        ("Memory of a rank", MEMORY, memory_row, MEMORY_NOTE),
     ),
 }
 
 
-def heading(name: str, record: Record) -> str:
-    """Settings that a table's records share."""
-    config, where = record.config, record.environment
-    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    parts = [f"{where['device']}, {where['cores']} cores, torch {where['torch']}"]
+def settings(record: Record) -> str:
+    """Settings that a table's records share, and where they were measured."""
+    config, metrics = record.config, record.metrics
+    parts = []
     if "d_model" in config:
-        shape = (
-            f"width {config['d_model']}, {config['layers']} blocks, batch {config['batch_size']} x {config['context']}"
-        )
-        parts.append(
-            f"{shape} a rank, {config['ranks']} {config['backend']} ranks with {where['threads']} thread(s) each"
-        )
-        link = f"{record.metrics['latency_ms']:.2g} ms + size / {format_count(record.metrics['link_bytes_per_s'])}B/s"
-        parts.append(f"link {link}")
-    if config["link"]:
-        parts.append(config["link"])
-    return "; ".join([f"**{TABLES[name][0]}**", *map(markdown_text, [*parts, f"commit {commit}"])])
+        size = with_edition(config["size"], config["year"])
+        shape = f"width {config['d_model']}, {config['layers']} blocks"
+        ranks = f"{config['ranks']} {config['backend']} ranks with {record.environment['threads']} thread(s) each"
+        parts.append(f"{size}, {shape}, batch {config['batch_size']} x {config['context']} a rank, {ranks}")
+        parts.append(f"link {metrics['latency_ms']:.2g} ms + size / {format_count(metrics['link_bytes_per_s'])}B/s")
+    if config["link"] or config["nodes"] > 1:
+        parts.append(config["link"] or f"{config['nodes']} nodes")
+    return "; ".join([*parts, machine(record)])
 
 
-def markdown(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:
-    """A Markdown table under its heading, first column to the left."""
-    lines = [f"{title}:", "", f"| {' | '.join(columns)} |", f"| --- |{' --: |' * (len(columns) - 1)}"]
-    return "\n".join([*lines, *(markdown_row(row) for row in rows)])
-
-
-def order(config: dict[str, Any]) -> tuple[str, int, int]:
-    """Place of a record in its table: by backend, ranks and size; candidates stay as they are."""
-    return config["backend"], config["ranks"], config.get("bytes", 0)
+def sheets(records: Sequence[Record]) -> list[Table]:
+    """Tables of a benchmark's records, apart for each shape, machine and state of the code."""
+    found = []
+    for group in groups(records, settings):
+        group.sort(key=lambda each: (each.config["backend"], each.config["ranks"], each.config.get("bytes", 0)))
+        for title, heads, row, note in SHEETS[group[0].benchmark]:
+            found.append(Table(f"{title}; {settings(group[0])}", heads, list(map(row, group)), note))
+    return found
 
 
 def parallel_tables(results: Path) -> list[str]:
-    """One table for each benchmark, machine, shape and state of the code that there are records of."""
-    tables = []
-    for name, (_, columns, row) in TABLES.items():
-        for path in sorted(results.glob(f"*/{name}.jsonl")):
-            groups: dict[str, list[Record]] = {}
-            for record in read_records(path):
-                groups.setdefault(heading(name, record), []).append(record)
-            for title, group in groups.items():
-                group.sort(key=lambda each: order(each.config))
-                tables.append(markdown(title, columns, list(map(row, group))))
-    return tables
+    """The Markdown tables of every machine."""
+    return [page for name in SHEETS for page in pages(results, name, sheets)]

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import click
 
-from benchmarks.checkpoint_tables import checkpoint_tables
+from benchmarks import checkpoint_tables, long_context, memory_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
-from benchmarks.long_context import context_tables
-from benchmarks.memory_tables import memory_tables
+from benchmarks.lib.sheets import groups, machine, median, pages
 from benchmarks.parallel_tables import parallel_tables
-from benchmarks.records import RESULTS, Record, read_records, shown
+from benchmarks.records import RESULTS, Record, shown
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
-from cs336_systems.host.text import markdown_row, markdown_text
+from cs336_systems.host.table import Table
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import DEFAULT_YEAR, preset
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
@@ -32,29 +32,15 @@ FIRST = {
 COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
-def end_to_end(path: Path) -> list[str]:
-    """One Markdown table for each state of the code and the machine that a file of records comes from, of the sizes as
-    their presets have them: the write-up shows what was chosen otherwise."""
-    groups: dict[str, list[Record]] = {}
-    for record in (each for each in read_records(path) if not chosen(each)):
-        where = record.environment
-        commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-        about = markdown_text(f"{where['cores']} cores, torch {where['torch']}, commit {commit}")
-        groups.setdefault(f"**{markdown_text(where['device'])}**, {about}", []).append(record)
-    return [table(machine, records) for machine, records in groups.items()]
-
-
-def table(machine: str, records: list[Record]) -> str:
-    """The records of one machine and commit, under what they were measured on; flagged ones explain themselves."""
-    date = max(str(record.environment["date"]) for record in records)[:10]
-    lines = [f"{machine}, {markdown_text(date)}:", "", f"| {' | '.join(COLUMNS)} |"]
-    lines.append(f"|{' --- |' * 2}{' --: |' * (len(COLUMNS) - 2)}")
-    lines += [markdown_row(row(record)) for record in records]
-    if any(record.flags for record in records):
-        lines += ["", "\\* flagged as hard to quote:"]
-        quoted = [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in records if r.flags]
-        lines += map(markdown_text, quoted)
-    return "\n".join(lines)
+def passes(records: list[Record]) -> list[Table]:
+    """A table for each machine and state of the code, of the sizes as their presets have them: the write-up shows what
+    was chosen otherwise. Flagged records explain themselves."""
+    found = []
+    for group in groups((each for each in records if not chosen(each)), machine):
+        flagged = [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in group if r.flags]
+        note = "\n".join(["\\* flagged as hard to quote:", *map(markdown_text, flagged)]) if flagged else ""
+        found.append(Table(machine(group[0]), COLUMNS, [row(record) for record in group], note))
+    return found
 
 
 def chosen(record: Record) -> list[str]:
@@ -80,10 +66,9 @@ def row(record: Record) -> list[str]:
     start = [label(record), str(record.config["mode"])]
     if record.status != "ok":
         return [*start, "does not fit", time, "", "", "", memory]
-    spread = f"{format_seconds(metrics['median_ms'] / 1e3)} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
     peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-    mark = "*" if record.flags else ""
-    return [*start, spread + mark, time, format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}", peak, memory]
+    speed = [format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}"]
+    return [*start, median(record), time, *speed, peak, memory]
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
@@ -93,9 +78,11 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     Raises UserError if there is no record at all.
     """
     make = {
-        "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
-        "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables, "context": context_tables,
-        "e2e": lambda results: [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)],
+        "parallel": parallel_tables, "kernels": kernel_tables, "scaling": scaling_tables, "experts": expert_tables,
+        "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoint_tables.sheets),
+        "memory": lambda results: pages(results, "memory", memory_tables.sheets),
+        "context": lambda results: pages(results, "long_context", long_context.sheets),
+        "e2e": lambda results: pages(results, "e2e", passes),
     }[what]  # fmt: skip
     with shown(results):
         tables = make(results)

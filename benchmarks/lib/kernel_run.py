@@ -99,11 +99,6 @@ class Session:
         """This machine's ceilings, measured once."""
         return measure_once(self.device, dtype, 0.02 if self.settings.smoke else 0.3)
 
-    @property
-    def records(self) -> list[Record]:
-        """The records so far."""
-        return self.recorder.records
-
     def names(self, kernel: Kernel[Any]) -> list[str]:
         """The kernel's candidates that are wanted and that run on this device."""
         wanted = self.settings.timed(self.known, self.device)
@@ -251,13 +246,7 @@ def raise_faults(session: Session) -> None:
 
 
 def run_kernels(
-    benchmark: str,
-    settings: KernelSettings,
-    known: Iterable[str],
-    work: Work,
-    sheet: Sheet,
-    idle: str,
-    remark: str = "",
+    benchmark: str, settings: KernelSettings, known: Iterable[str], work: Work, sheet: Sheet, idle: str, remark: str
 ) -> list[Record]:
     """Let the candidates for each shape take turns while the budget lasts, and print and record the results; `idle`
     says why there is nothing to measure, `remark` what is different on a CPU.
@@ -277,6 +266,15 @@ def run_kernels(
     if idle:
         raise_faults(session)
         raise UserError(f"nothing to measure: {idle}")
+    take_turns(session, work, sheet)
+    session.recorder.tell()
+    raise_faults(session)
+    return session.recorder.records
+
+
+def take_turns(session: Session, work: Work, sheet: Sheet) -> None:
+    """Compare the candidates shape by shape while the budget lasts, and print the results."""
+    settings = session.settings
     calls = [(settings.rounds or kernel.rounds) + UNTIMED for kernel, _ in work]
     each = [
         min(settings.patience, count * (len(session.names(kernel)) + 1) * seconds_of(session, kernel, task))
@@ -284,7 +282,7 @@ def run_kernels(
     ]
     begun = time.monotonic()
     try:
-        with console.progress(benchmark, len(work), sum(each)) as advance:
+        with console.progress(session.benchmark, len(work), sum(each)) as advance:
             for kernel, task in work:
                 if settings.budget is not None and time.monotonic() - begun >= settings.budget:
                     session.note(f"not begun: the budget of {format_seconds(settings.budget)} is used up", str(task))
@@ -292,10 +290,7 @@ def run_kernels(
                 compare(session, kernel, task)
                 advance(str(task))
     finally:
-        if session.records:
-            show(session.records, sheet)
+        if session.recorder.records:
+            show(session.recorder.records, sheet)
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
-    session.recorder.tell()
-    raise_faults(session)
-    return session.records

@@ -22,10 +22,12 @@ from cs336_systems.host.console import run_command
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "allreduce.py"
 TINY = ("--steps", "2", "--warmup", "1", "--results", "out", "--sizes", "4KB", "40KB")
 
+STAMP = {"device": "abacus", "cores": 2, "torch": "2.13", "commit": "abcdef01", "dirty": False, "date": "2026-01-02"}
+
 
 def blank(nbytes: int = 1000, count: int = 2, **config) -> Record:
     job = AllReduceJob(AllReduceSettings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), ())
-    record = job.record(Place(world_size=count, local_world_size=count), nbytes, {"device": "abacus", "cores": 2})
+    record = job.record(Place(world_size=count, local_world_size=count), nbytes, STAMP)
     return replace(record, config=record.config | config)
 
 
@@ -60,7 +62,7 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
 
 def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(allreduce, "environment", lambda device, commit: {"device": "abacus", "cores": 2})
+    monkeypatch.setattr(allreduce, "environment", lambda device, commit: STAMP)
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
     monkeypatch.setattr(allreduce, "can_plot", lambda: False)
     options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
@@ -162,7 +164,7 @@ def test_alone_it_starts_the_ranks_of_every_backend_itself(in_tmp):
     done = start(str(SCRIPT), "--device", "cpu", "--nproc", "2", *TINY, folder=in_tmp)  # 2, 4 and 6 without --nproc
     assert done.returncode == 0, done.stderr
     check_run(read(in_tmp), (2,), *["mpi"] * bool(mpi.mpiexec()))
-    assert done.stdout.count("all-reduce (mean) of float32") == 1
+    assert done.stdout.count("All-reduce (mean) of float32") == 1
     assert "records appended to out/allreduce.jsonl" in done.stdout
 
 
@@ -172,8 +174,8 @@ def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
     assert done.returncode == 0, done.stderr
     check_run(read(in_tmp), (2,))
     assert {r["config"]["link"] for r in read(in_tmp)} == {"two tins and a string"}
-    assert done.stdout.count("all-reduce (mean) of float32") == 1  # of two ranks, one prints
-    assert "cores; two tins and a string" in done.stdout
+    assert done.stdout.count("All-reduce (mean) of float32") == 1  # of two ranks, one prints
+    assert "float32; two tins and a string; " in done.stdout
 
 
 ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of no other
@@ -238,7 +240,7 @@ def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
 def test_the_table_says_what_is_missing(capsys):
     allreduce.show([measured(10**6, nodes=2), collective.finished(blank(2**30, nodes=2), None, Link(1, 1), 2**30)])
     shown = capsys.readouterr().out
-    assert shown.startswith("all-reduce (mean) of float32 on abacus, 2 cores; 2 nodes")
+    assert shown.startswith("All-reduce (mean) of float32; 2 nodes; abacus, 2 cores, torch 2.13, commit abcdef0")
     [row] = [line for line in shown.splitlines() if " 1 MB " in line]
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
     assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "-", "0 ms"]

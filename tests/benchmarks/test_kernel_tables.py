@@ -92,7 +92,7 @@ def test_records_become_rows(tmp_path):
     full = replace(norm(1024, "forward-backward", "torch"), status="out-of-memory", flags=["needs 2 GiB"], metrics={})
     write(tmp_path / "test-gpu", norm(1024, "forward-backward"), full, attention(64, True, "forward-backward"))
     norms, attentions = kernel_tables(tmp_path)
-    assert norms.startswith("**NVIDIA H200**, 1 threads, torch 2.11, norms:")
+    assert norms.startswith("NVIDIA H200, 1 threads, torch 2.11, norms:")
     assert "| 32768 x 1024 bf16 | forward-backward | ours | 1 ms ± 1% | 900 us | 4000 | 97% |" in norms
     assert "| 32768 x 1024 bf16 | forward-backward | torch | needs 2 GiB |  |  |  |" in norms
     assert "| 16 x 16384 x 64 bf16 causal | forward-backward | ours | 1 ms ± 1% | 1 ms | 400 T | 50% |" in attentions

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import long_context
 from benchmarks.lib.scaling_measure import measure_peak
+from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
@@ -61,10 +62,9 @@ def test_every_way_has_a_record_and_a_row(in_tmp, capsys):
     out = capsys.readouterr().out
     assert "ulysses" in out
     assert (in_tmp / "here/long_context.svg").read_text().startswith("<?xml")
-    tables = long_context.context_tables(in_tmp)
-    assert len(tables) == 2
-    assert tables[1] == long_context.CAPTION.replace("*", "\\*")
-    assert "| 64 | 2 | ring | 50 ms |" in tables[0]
+    (table,) = pages(in_tmp, "long_context", long_context.sheets)
+    assert table.endswith(long_context.NOTE)
+    assert "| 64 | 2 | ring | 50 ms |" in table
 
 
 def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypatch):

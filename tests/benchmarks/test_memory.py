@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from benchmarks import memory
+from benchmarks.lib import sheets as common
 from benchmarks.lib.plan import Bench, PassSettings
 from benchmarks.lib.segments import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
-from benchmarks.memory_tables import grouped, label, peak_row, place, sheets, stream_bytes
+from benchmarks.memory_tables import grouped, label, peak_row, sheets, stream_bytes
 from benchmarks.records import Record, read_records
 from benchmarks.tables import FIRST, measured_tables
 from cs336_systems.cost import Hardware
@@ -184,7 +185,7 @@ def test_every_table_says_of_what_it_is(in_tmp):
     assert len(set(titles)) == len(titles) == 6
     for title in titles:
         precision = "fp32" if title in titles[:3] else "bf16"
-        assert title.endswith(f", tiny (2024) 2 x 32, {precision}, {place(record())}")
+        assert title.endswith(f", tiny (2024) 2 x 32, {precision}, {common.machine(record())}")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp):
     assert (config["ranks"], config["nodes"]) == (2, 2)
     assert config["link"] == "2 nodes simulated on one machine, 2gbit tbf"
     assert record["status"] == "ok"
-    assert done.stdout.count("all-reduce (mean) of float32") == 1
+    assert done.stdout.count("All-reduce (mean) of float32") == 1
     # What was probed is the wire: 250 MB/s and not the loopback's several times that.
     assert record["metrics"]["link_bytes_per_s"] < 1.1 * 2e9 / 8
     assert tool("ip", "netns", "list") == before
@@ -166,4 +166,4 @@ def test_the_template_for_slurm_leads_the_ranks_together(tmp_path):
     words = ["bash", FOLDER / "two_nodes.sbatch", FOLDER / "allreduce.py", "--smoke", "--device", "cpu"]
     done = subprocess.run(words, env={**os.environ, **job, "PATH": path}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("cores; 2 nodes") == 1  # of two ranks, one prints
+    assert done.stdout.count("float32; 2 nodes; ") == 1  # of two ranks, one prints
