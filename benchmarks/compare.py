@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 import click
-from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
+from benchmarks.lib.sheets import ratio, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, usable_memory
+from cs336_systems.host.table import Table
 from cs336_systems.presets import with_edition
 
 CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
@@ -72,21 +72,16 @@ def compare(benches: dict[str, Bench], cases: dict[str, Case], mode: Mode) -> li
     return records
 
 
-def show(records: list[Record]) -> None:
+def sheet(records: list[Record]) -> Table:
     """Time, prediction and ratio to the first of each variant."""
-    first = records[0].config
-    size = with_edition(first["size"], first["year"])
-    title = f"{size} {first['mode']}, batch {first['batch_size']} x {first['context']}"
-    table = Table(title=title, title_justify="left")
-    for head in ("variant", "mean", "± std", "median", "predicted", "time / first's", "quartiles"):
-        table.add_column(head, justify="left" if head == "variant" else "right")
+    first, rows = records[0].config, []
     for record in records:
         metrics = record.metrics
-        times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
-        spread = f"{metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f}"
-        predicted = format_seconds(record.predicted["mean_ms"] / 1e3)
-        table.add_row(record.config["variant"], *times, predicted, f"{metrics['ratio_median']:.3f}", spread)
-    console.console().print(table)
+        times = [time(metrics[f"{key}_ms"]) for key in ("mean", "std", "median")]
+        rows.append([record.config["variant"], *times, time(record.predicted["mean_ms"]), ratio(metrics)])
+    title = f"{with_edition(first['size'], first['year'])} {first['mode']}, batch {first['batch_size']} x "
+    heads = ("variant", "mean", "± std", "median", "predicted", "time / first's (quartiles)")
+    return Table(f"{title}{first['context']}", heads, rows)
 
 
 @click.command()
@@ -109,7 +104,7 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     recorder = settings.recorder("compare", device)
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
     records = compare(benches, cases, mode)
-    show(records)
+    show([sheet(records)])
     recorder.keep(*records)
     recorder.tell()
 

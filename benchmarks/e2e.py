@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 import torch
-from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
+from benchmarks.lib.sheets import show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
@@ -19,8 +19,10 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.host.table import Table
 from cs336_systems.presets import course_sizes, with_edition
 
+PLAN = ("pass", "needs", "of which", "predicted", "")
 COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
 
 
@@ -31,23 +33,20 @@ def show_plan(bench: Bench, size: str, case: Case) -> float:
     runs = bench.plan(case)
     seconds = sum(bench.passes(case, mode) * bench.seconds(case, mode) for mode in runs)
     shown = [mode for modes in runs.values() for mode in modes]
-    table = Table(
-        title=f"{with_edition(size, settings.year)}: {parameters} parameters, batch {case.batch} x {seq}, "
-        f"{case.precision}; {format_bytes(bench.usable)} usable",
-        title_justify="left",
+    title = (
+        f"{with_edition(size, settings.year)}: {parameters} parameters, batch {case.batch} x {seq}, {case.precision}"
     )
-    for column in ("pass", "needs", "of which", "predicted", ""):
-        table.add_column(column, justify="right" if column in ("needs", "predicted") else "left")
+    rows = []
     for mode in set_modes(settings):
         predicted = bench.predicted(case, mode)
-        time, parts = format_seconds(predicted["mean_ms"] / 1e3), describe_parts(predicted["memory_by_part"])
-        verdict = "" if mode in shown else "does not fit"
-        table.add_row(mode, format_bytes(predicted["peak_memory_bytes"]), parts, time, verdict)
-    out = console.console()
-    out.print(table)
+        need, parts = format_bytes(predicted["peak_memory_bytes"]), describe_parts(predicted["memory_by_part"])
+        rows.append([mode, need, parts, time(predicted["mean_ms"]), "" if mode in shown else "does not fit"])
+    show([Table(f"{title}; {format_bytes(bench.usable)} usable", PLAN, rows)])
     if runs:
         counts = ", ".join(f"{mode} {bench.passes(case, mode)} times" for mode in runs)
-        out.print(f"{counts} ({settings.warmup} to warm up): about {format_seconds(seconds)} to measure\n")
+        console.console().print(
+            f"{counts} ({settings.warmup} to warm up): about {format_seconds(seconds)} to measure\n"
+        )
     return seconds
 
 
@@ -104,27 +103,23 @@ def set_modes(settings: PassSettings) -> tuple[Mode, ...]:
 def show_records(records: list[Record], hardware: Hardware) -> None:
     """The table of what was measured, predictions beside it, and what did not fit."""
     peak, copy = format_count(hardware.matmul_flops), format_bytes(hardware.bandwidth)
-    title = f"{hardware.name}: {peak}FLOP/s and {copy}/s, {hardware.source}"
-    table = Table(title=title, title_justify="left")
-    for head in COLUMNS:
-        table.add_column(head, justify="left" if head in ("size", "pass") else "right")
+    rows = []
     for record in records:
-        config, metrics = record.config, record.metrics
-        name, mode = with_edition(config["size"], config["year"]), config["mode"]
-        predicted = record.predicted
-        expected = [format_seconds(predicted["mean_ms"] / 1e3), format_bytes(predicted["peak_memory_bytes"])]
+        config, metrics, predicted = record.config, record.metrics, record.predicted
+        start = [with_edition(config["size"], config["year"]), config["mode"]]
+        expected = [time(predicted["mean_ms"]), format_bytes(predicted["peak_memory_bytes"])]
         if record.status != "ok":
-            table.add_row(name, mode, "does not fit", "", "", expected[0], "", "", "", "", expected[1], style="dim")
+            rows.append([*start, "does not fit", "", "", expected[0], "", "", "", "", expected[1]])
             continue
-        times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
+        times = [time(metrics[f"{key}_ms"]) for key in ("mean", "std", "median")]
         speeds = [format_count(metrics[key]) for key in ("tokens_per_s", "flops_per_s")]
         peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-        table.add_row(name, mode, *times, expected[0], *speeds, f"{metrics['mfu']:.0%}", peak, expected[1])
-    out = console.console()
-    out.print(table)
+        rows.append([*start, *times, expected[0], *speeds, f"{metrics['mfu']:.0%}", peak, expected[1]])
+    peak, copy = format_count(hardware.matmul_flops), format_bytes(hardware.bandwidth)
+    show([Table(f"{hardware.name}: {peak}FLOP/s and {copy}/s, {hardware.source}", COLUMNS, rows)])
     for record in records:
         for flag in record.flags:
-            out.print(f"{record.config['size']} {record.config['mode']}: {flag}")
+            console.console().print(f"{record.config['size']} {record.config['mode']}: {flag}")
 
 
 def run(settings: PassSettings) -> list[Record]:

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import click
 import torch
-from rich.table import Table
 
 from benchmarks.lib.mixed_precision_parts import (
     DTYPES,
@@ -30,6 +29,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
 from cs336_systems.host.machine import choose_device, environment
+from cs336_systems.host.table import Table
 
 COUNT, TERM = 1000, 0.01
 ACCUMULATION, DTYPES_LESSON = "accumulation", "dtypes"
@@ -118,18 +118,15 @@ def why(case: Sum, facts: dict[str, float], uncast: float | None) -> str:
 
 def run_accumulation(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
     """Add, print the table with a sentence on each sum, and return the record."""
-    table = Table(title="accumulation", title_justify="left", caption=SUM_CAPTION, caption_justify="left")
-    for number, head in enumerate(SUM_COLUMNS):
-        table.add_column(head, justify="right" if number else "left")
-    sums: dict[str, dict[str, Any]] = {}
+    rows, sums = [], dict[str, dict[str, Any]]()
     for case in SUMS:
         facts = account(case, accumulate(case, device))
         uncast = sums.get(str(Sum(case.total, case.term)), {}).get("sum")
         sums[str(case)] = facts | {"why": why(case, facts, uncast)}
         errors = [facts[name] for name in ("error", "error_of_term", "error_of_additions")]
-        table.add_row(str(case), f"{facts['sum']:.4f}", *(f"{error:+.2e}" if error else "0" for error in errors))
+        rows.append([str(case), f"{facts['sum']:.4f}", *(f"{error:+.2e}" if error else "0" for error in errors)])
     out = console.console()
-    out.print(table)
+    out.print(Table("accumulation", SUM_COLUMNS, rows, SUM_CAPTION).table())
     for name, found in sums.items():
         out.print(f"{name}: {found['why']}.", markup=False, soft_wrap=True)
     config = {"lesson": ACCUMULATION, "terms": COUNT, "term": TERM}
@@ -157,20 +154,17 @@ def remarks(measured: Parts, documented: dict[str, str], precision: Format, devi
 
 def show_parts(title: str, tables: dict[Format, Parts], documented: dict[Format, dict[str, str]]) -> None:
     """One table of a model: for each precision forward and backward, and where known what is documented for CUDA."""
-    caption = PART_CAPTION + CUDA_CAPTION * bool(documented)
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("part", no_wrap=True)
+    heads, rows = ["part"], []
     for precision in tables:
-        heads = [f"{precision}: forward", "backward"] + ["CUDA, documented"] * (precision in documented)
-        for head in heads:
-            table.add_column(head)
+        heads += [f"{precision}: forward", "backward"] + ["CUDA, documented"] * (precision in documented)
     for name in next(iter(tables.values())):
-        cells = []
+        cells = [name]
         for precision, parts in tables.items():
             cells += [parts[name].forward, parts[name].backward]
             cells += [documented[precision].get(name, "")] if precision in documented else []
-        table.add_row(name, *cells)
-    console.console().print(table)
+        rows.append(cells)
+    note = PART_CAPTION + CUDA_CAPTION * bool(documented)
+    console.console().print(Table(title, heads, rows, note).table())
 
 
 def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any]) -> list[Record]:

@@ -168,7 +168,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
                 recorder = settings.recorder("profiling", device)
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
                 record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
-                console.console().print(beside_measured(record))
+                console.console().print(beside_measured(record).table())
                 record.metrics["pictures"] = leave_pictures(record, traces, folder, settings.records_folder(device))
                 recorder.keep(record)
                 recorder.tell()

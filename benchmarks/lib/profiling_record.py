@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.model_options import model_config
 from benchmarks.lib.workload import Case
@@ -14,6 +12,7 @@ from cs336_systems.cost import Hardware, Mode, predict
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.table import Table
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.profiling.breakdown import share_rows
 from cs336_systems.profiling.memory import memory_timeline
@@ -134,14 +133,12 @@ def make_record(
 
 def beside_measured(record: Record) -> Table:
     """Each figure that was predicted, beside the measured one; of ranks that differ, the slowest one's."""
-    table = Table(title="predicted before the profile, which itself takes time", title_justify="left")
-    for head in ("", "measured", "predicted"):
-        table.add_column(head, justify="right" if head else "left")
+    rows = []
     for name, value in record.predicted.items():
         found = record.metrics.get(name)
         found = max(found) if isinstance(found, list) else found
-        table.add_row(name.removesuffix("_ms").replace("_", " "), *(_shown(name, each) for each in (found, value)))
-    return table
+        rows.append([name.removesuffix("_ms").replace("_", " "), *(_shown(name, each) for each in (found, value))])
+    return Table("predicted before the profile, which itself takes time", ("", "measured", "predicted"), rows)
 
 
 def _shown(name: str, value: float | None) -> str:

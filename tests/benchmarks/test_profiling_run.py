@@ -226,7 +226,7 @@ def test_what_was_predicted_stands_beside_what_was_measured():
     said = {"mean_ms": 2.0, "peak_memory_bytes": 2048, "share_matrix_products": 0.5, "exposed_ms": 3.0, "other_ms": 1.0}
     found = {"mean_ms": 4.0, "peak_memory_bytes": 4096, "share_matrix_products": 0.25, "exposed_ms": [1.0, 5.0]}
     table = beside_measured(Record("profiling", {}, {}, metrics=found, predicted=said))
-    cells = [list(column.cells) for column in table.columns]
+    cells = [list(column) for column in zip(*table.rows, strict=True)]
     assert cells[1] == ["4 ms", "4.0 KiB", "25.0%", "5 ms", "-"]  # of ranks, the slowest
     assert cells[2] == ["2 ms", "2.0 KiB", "50.0%", "3 ms", "1 ms"]
 
