@@ -20,10 +20,11 @@ from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import (
     COMMUNICATION,
     ENGINE,
+    MOST_MODULES,
     PHASES,
     around,
-    entered,
     is_collective,
+    is_division,
     parse_tag,
     step_number,
 )
@@ -50,8 +51,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
     def score(lane: Lane) -> tuple[int, bool, int, int]:
         """The main thread has the most steps, phases and modules; else it is Linux's first thread, else the busiest."""
         names = [span.name for span in lanes[lane] if span.category == "user_annotation"]
-        ours = sum(name in PHASES or step_number(name) is not None or parse_tag(name) is not None for name in names)
-        return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
+        return sum(map(is_division, names)), lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
 
     main = max((lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)), key=score, default=None)
     found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
@@ -185,7 +185,7 @@ def _enter(node: Node) -> None:
         # Recomputation enters modules again, inside another module's backward.
         outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
-        node.direction, node.modules = "forward", entered(outer, found)
+        node.direction, node.modules = "forward", (*outer, found)[:MOST_MODULES]
 
 
 def _implied_phases(nodes: list[Node]) -> list[Span]:
