@@ -101,7 +101,6 @@ def timeline(trace: Trace) -> Timeline:
     computing = [node for node in nodes if node.span.lane not in apart]
     busy = [node for node in computing if node.span.category != FRAME] + unowned
     on_device = any(node.kernels for node in busy)
-    _share_out(nodes)
     _subtract_engine(computing, roles(trace))
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
@@ -116,13 +115,15 @@ def timeline(trace: Trace) -> Timeline:
 
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
-    """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
+    """All spans of CPU threads with their phase, direction and modules, and with their own nanoseconds unless they are
+    Python frames; parents come first."""
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:
             node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
+            node.outer = up.outer if up.span.category == FRAME else up
         elif node.span.lane in engines:
             # Autograd's thread on a GPU works during the phases of the thread that waits for it.
             node.phase = phase_at(phases, node.span.start)
@@ -138,6 +139,12 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
                 modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
             node.direction, node.modules = "backward", modules
+        if node.span.category != FRAME:
+            node.busy, node.collective = node.duration, is_collective(node.span.name)
+            if node.outer is not None:
+                node.collective |= node.outer.collective
+                node.outer.busy -= node.duration
+                node.outer.inner += 1
     return nodes
 
 
@@ -196,19 +203,6 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
         spans = [node.span for node in group]
         found.append(spans[0]._replace(name=phase, end=max(span.end for span in spans)))
     return found
-
-
-def _share_out(nodes: list[Node]) -> None:
-    """Give every node its own nanoseconds, except Python frames."""
-    for node in nodes:
-        up = node.parent
-        node.outer = None if up is None else up.outer if up.span.category == FRAME else up
-        if node.span.category != FRAME:
-            node.busy, node.collective = node.duration, is_collective(node.span.name)
-            if node.outer is not None:
-                node.collective |= node.outer.collective
-                node.outer.busy -= node.duration
-                node.outer.inner += 1
 
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:

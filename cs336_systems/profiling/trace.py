@@ -278,10 +278,12 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces of all ranks in a folder, by rank. Raises UserError if there is none."""
+    """The traces in a folder: `Capture`'s by rank, or else those of torch.profiler's handler for TensorBoard. Raises
+    UserError if there is none."""
     name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
     found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
-    if not found:
+    foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
+    if not found and not foreign:
         how = "make some with benchmarks/profiling_run.py --out"
         raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
-    return [found[rank] for rank in sorted(found)]
+    return [found[rank] for rank in sorted(found)] or foreign
