@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from cs336_systems.host.text import printable
 from cs336_systems.profiling.names import (
@@ -28,8 +27,7 @@ from cs336_systems.profiling.names import (
     without_layer_numbers,
 )
 from cs336_systems.profiling.nesting import Node, nested
-from cs336_systems.profiling.operators import Sort
-from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, phase_at, roles, timeline
+from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, Sort, phase_at, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Trace, once
 
 DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
@@ -90,6 +88,9 @@ class Frame:
         return sum(stack[-1].self_time for stack in self.stacks())
 
 
+Place = tuple[Frame, Frame | None]  # of a span: its frame, and inside autograd's engine the frame around that
+
+
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Frame]:
     """One tree per thread, whose root has its name: the main thread first, then autograd's (on a GPU), gloo's, others.
 
@@ -109,29 +110,22 @@ def _trees(trace: Trace) -> list[Frame]:
     roots = {lane: Frame(name) for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
     steps = timeline(trace).steps
     tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roots)
-    places: dict[Node, _Place] = {}
+    places: dict[Node, Place] = {}
     for lane, root in roots.items():
         for node in nested(trace)[lane]:
-            parent = places[node.parent] if node.parent else _Place(root)
+            parent = places[node.parent] if node.parent else (root, None)
             outside = steps and root.name == MAIN and phase_at(steps, node.span.start) == "other"
             left_out = node.span.category == FRAME and (outside or _is_foreign(node.span.name, tagged))
             places[node] = place = parent if left_out else _place(node, parent)
-            place.frame.self_time += node.duration
+            place[0].self_time += node.duration
             if node.parent:
-                parent.frame.self_time -= node.duration
+                parent[0].self_time -= node.duration
             for kernel in node.kernels:
-                place.frame.launched[kernel.name] += kernel.duration
+                place[0].launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
     for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
         unknown.launched[kernel.name] += kernel.duration
     return [*roots.values(), unknown]
-
-
-class _Place(NamedTuple):
-    """The frame of a span, with the context of the spans inside it."""
-
-    frame: Frame
-    base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
 
 
 def _is_foreign(name: str, tagged: bool) -> bool:
@@ -143,24 +137,24 @@ def _is_foreign(name: str, tagged: bool) -> bool:
     return foreign or name.startswith("<") or "cs336_systems/profiling/" in name
 
 
-def _place(node: Node, parent: _Place) -> _Place:
+def _place(node: Node, parent: Place) -> Place:
     """Place of a span, given that of the span around it, or of a root: usually below that."""
-    span, up, base = node.span, node.parent, parent.base
+    span, up, (frame, base) = node.span, node.parent, parent
     if up and up.span.name == ENGINE + span.name:
         return parent
     paint = _paint(node, parent)
     if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
-        engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-        return _Place(_descend(engine, node.modules).child(name, "backward", is_operator=True), engine)
+        engine, name = base or frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
+        return _descend(engine, node.modules).child(name, "backward", is_operator=True), engine
     if tag := node.tag:
         if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-            return _Place(_descend(base, node.modules).child("recompute", "forward"), base)
+            return _descend(base, node.modules).child("recompute", "forward"), base
         outer = up.modules[-1][0] if up and up.modules else ""
-        return _Place(_descend(parent.frame, (tag,), paint, outer), base)
+        return _descend(frame, (tag,), paint, outer), base
     found = parse_collective(name := _short(span.name))
     name = found.title if found else "step" if step_number(name) is not None else name
     alias = without_layer_numbers(name) if found else ""
-    return _Place(parent.frame.child(name, paint, span.category == "cpu_op", alias), base)
+    return frame.child(name, paint, span.category == "cpu_op", alias), base
 
 
 def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
@@ -184,12 +178,13 @@ def _short(name: str) -> str:
     return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
 
 
-def _paint(node: Node, parent: _Place) -> str:
+def _paint(node: Node, parent: Place) -> str:
+    frame, base = parent
     if node.span.category == FRAME:
         return "python"
-    if is_collective(node.span.name) or parent.frame.paint == "communication" or node.phase == "synchronise":
+    if is_collective(node.span.name) or frame.paint == "communication" or node.phase == "synchronise":
         return "communication"
-    phase = node.direction if parent.base or node.direction == "backward" else node.phase
+    phase = node.direction if base or node.direction == "backward" else node.phase
     return phase if phase in PHASES else "other"
 
 

@@ -22,8 +22,7 @@ from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import plot_text, printable
 from cs336_systems.profiling.flame import Frame, clocks, flames
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
-from cs336_systems.profiling.operators import Sort
-from cs336_systems.profiling.timeline import timeline
+from cs336_systems.profiling.timeline import Sort, timeline
 from cs336_systems.profiling.trace import Trace
 
 # Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
@@ -116,9 +115,8 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
 
 @rc_context(STYLE)
 def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = "cpu") -> Figure:
-    """Picture of some threads of one rank, one below the other, all to the same scale: width is the time of a step, and
-    a frame is below the one that it ran in. Frames too narrow to see are not drawn, but the numbers in the tooltips
-    include them."""
+    """Picture of some threads of one rank, one below the other, all to the same scale: width is time in a step, and a
+    frame is below the one that it ran in. Frames too narrow to see are only counted in the tooltips of those around."""
     totals = [root.total() for root in threads] or [1]
     whole, what = (sum(totals), "all kernels") if clock == "device" else (totals[0], "the main thread")
     boxes, tops, paints, end = list[Box](), list[int](), set[str](), 0

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from cs336_systems.profiling.names import (
 from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
 
+Sort = Literal["cpu", "device"]
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
 GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # prefixes of the rows of kernels that no operator launched
@@ -80,7 +81,7 @@ class Timeline:
     nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
     busy: list[Node]  # those of the threads that compute, without Python frames
     apart: dict[Lane, str]  # the lanes that move data between ranks, by role
-    on_device: bool  # something ran on a GPU, so that `Node.time` is the device's time
+    clock: Sort  # of `Node.time` and the tables: the device's if an operator launched anything there
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
@@ -100,23 +101,22 @@ def timeline(trace: Trace) -> Timeline:
     apart = {lane: role for lane, role in roles(trace).items() if role.startswith((COMMUNICATING, IN_FLIGHT))}
     computing = [node for node in nodes if node.span.lane not in apart]
     busy = [node for node in computing if node.span.category != FRAME] + unowned
-    on_device = any(node.kernels for node in busy)
+    clock: Sort = "device" if any(node.kernels for node in busy) else "cpu"
     _subtract_engine(computing, roles(trace))
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
             owner.nbytes += event.nbytes
     for node in reversed(busy):
-        node.time = node.device_self if on_device else node.busy
+        node.time = node.device_self if clock == "device" else node.busy
         node.launched, node.allocated = node.launched + node.device_self, node.allocated + node.nbytes
         if node.outer is not None:
             node.outer.launched += node.launched
             node.outer.allocated += node.allocated
-    return Timeline(nodes, busy, apart, on_device, steps, phases or _implied_phases(nodes))
+    return Timeline(nodes, busy, apart, clock, steps, phases or _implied_phases(nodes))
 
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
-    """All spans of CPU threads with their phase, direction and modules, and with their own nanoseconds unless they are
-    Python frames; parents come first."""
+    """All spans of CPU threads with phase, direction, modules and, except Python frames, own time; parents first."""
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}

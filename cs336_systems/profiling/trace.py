@@ -278,8 +278,7 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces in a folder: `Capture`'s by rank, or else those of torch.profiler's handler for TensorBoard. Raises
-    UserError if there is none."""
+    """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if none."""
     name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
     found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
     foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
