@@ -46,6 +46,7 @@ class Frame:
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
+    total: int = 0  # the same of this frame and all inside it
     launched: Counter[str] = field(default_factory=Counter)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
@@ -83,10 +84,6 @@ class Frame:
             yield (stack := todo.pop())
             todo += [[*stack, child] for child in reversed(stack[-1].children.values())]
 
-    def total(self) -> int:
-        """Nanoseconds of this frame and all inside it."""
-        return sum(stack[-1].self_time for stack in self.stacks())
-
 
 Place = tuple[Frame, Frame | None]  # of a span: its frame, and inside autograd's engine the frame around that
 
@@ -101,7 +98,9 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     found = _trees(trace)
     found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
     found = [root.on_device() for root in found] if clock == "device" else found[:-1]
-    return [root for root in found if root.total()]
+    for frame in (stack[-1] for root in found for stack in reversed([*root.stacks()])):  # children before parents
+        frame.total = frame.self_time + sum(child.total for child in frame.children.values())
+    return [root for root in found if root.total]
 
 
 @once

@@ -52,13 +52,17 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
         for key, value in (("name", name), ("sort_index", order)):
             named.append({"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": {key: value}})
 
+    def from_the_top(lane: Lane) -> tuple[int, int, str]:
+        return places.get(lane, len(places)), lane_number(lane), str(lane)
+
+    places = {lane: place for place, lane in enumerate(roles(trace))}
     processes = sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9)))
     for pid, old in enumerate(processes, trace.rank * PER_RANK + 1):
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
         name("process", pid, 0, f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kinds[old]], pid)
         tids = count(pid * PER_RANK)
-        for order, (lane, lane_name) in enumerate(_lane_names(trace, groups[old], kinds[old] == 1).items()):
-            tracks[lane] = []
+        for order, lane in enumerate(sorted(groups[old], key=from_the_top)):
+            tracks[lane], lane_name = [], _lane_name(trace, lane, groups[old][lane], kinds[old] == 1)
             for number, nodes in enumerate(untangle(groups[old][lane], nested(trace).get(lane))):
                 tracks[lane].append(Track(pid, next(tids), nodes))
                 name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
@@ -77,21 +81,15 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
 
 
-def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> dict[Lane, str]:
-    """Names of one process's lanes, from the top: streams of a GPU, or threads."""
-    names, known = dict[Lane, str](), roles(trace)
+def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str:
+    """`stream 7` of a GPU, `main thread (5)`, or what the profiler says of a thread without a role."""
     if is_gpu:
-        for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
-            carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
-            names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
-        return names
-    for lane in [*(lane for lane in known if lane in lanes), *sorted(lanes.keys() - known.keys(), key=str)]:
-        name = known.get(lane, OTHER)
-        if name.startswith(OTHER):
-            names[lane] = trace.threads.get(lane, f"thread {lane[1]}")
-        else:
-            names[lane] = name if name.startswith(IN_FLIGHT) else f"{name} ({lane[1]})"
-    return names
+        carries = any(KERNEL.search(span.name) for span in spans if span.category == "kernel")
+        return f"stream {lane[1]}" + (", communication" if carries else "")
+    role = roles(trace).get(lane, OTHER)
+    if role.startswith(OTHER):
+        return trace.threads.get(lane, f"thread {lane[1]}")
+    return role if role.startswith(IN_FLIGHT) else f"{role} ({lane[1]})"
 
 
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Text is not converted to paths, and the same numbers give the same bytes.
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -117,19 +117,20 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
 def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = "cpu") -> Figure:
     """Picture of some threads of one rank, one below the other, all to the same scale: width is time in a step, and a
     frame is below the one that it ran in. Frames too narrow to see are only counted in the tooltips of those around."""
-    totals = [root.total() for root in threads] or [1]
+    totals = [root.total for root in threads] or [1]
     whole, what = (sum(totals), "all kernels") if clock == "device" else (totals[0], "the main thread")
     boxes, tops, paints, end = list[Box](), list[int](), set[str](), 0
     for root in threads:
         tops.append(end)
-        for frame, left, row, total in _layout(root):
-            if total / max(totals) * WIDTH < 0.5:
+        for frame, left, row in _layout(root):
+            if frame.total / max(totals) * WIDTH < 0.5:
                 continue
             paints.add(frame.paint)
             fill = PALE.get(frame.paint, "#DEDEDE") if frame.is_operator else FLAME_FILLS[frame.paint]
-            begin, width, own = (time / steps / 1e6 for time in (left, total, frame.self_time))
-            tip = f"{frame.name}\n{width:.4g} ms, {total / whole:.2%} of {what}; {own:.4g} ms itself"
-            labels = (f"{frame.name} {width:.4g} ms ({total / whole:.1%})", frame.name, EXTRAS.sub("", frame.name))
+            name, share = frame.name, frame.total / whole
+            begin, width, own = (time / steps / 1e6 for time in (left, frame.total, frame.self_time))
+            tip = f"{name}\n{width:.4g} ms, {share:.2%} of {what}; {own:.4g} ms itself"
+            labels = (f"{name} {width:.4g} ms ({share:.1%})", name, EXTRAS.sub("", name))
             boxes.append(Box(begin, width, tops[-1] + row, fill, tip, labels, "white"))
             end = max(end, tops[-1] + row + 1)
         end += 1
@@ -148,19 +149,15 @@ def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = 
     return figure
 
 
-def _layout(root: Frame) -> list[tuple[Frame, int, int, int]]:
-    """Every frame with its place, in nanoseconds from the left and rows from the top, and its time; the root first."""
-    totals: dict[int, int] = {}
-    for frame in reversed([stack[-1] for stack in root.stacks()]):  # children before parents
-        totals[id(frame)] = frame.self_time + sum(totals[id(child)] for child in frame.children.values())
-    places, todo = [], [(root, 0, 0)]
+def _layout(root: Frame) -> Iterator[tuple[Frame, int, int]]:
+    """Every frame with its place, in nanoseconds from the left and rows from the top; the root first."""
+    todo = [(root, 0, 0)]
     while todo:
-        frame, left, row = todo.pop()
-        places.append((frame, left, row, totals[id(frame)]))
+        yield (place := todo.pop())
+        frame, left, row = place
         for child in frame.children.values():
             todo.append((child, left, row + 1))
-            left += totals[id(child)]
-    return places
+            left += child.total
 
 
 def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
