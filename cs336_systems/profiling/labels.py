@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from cs336_systems.comm.events import MARK
 from cs336_systems.profiling.names import LINE_UP, ROOT, STEP, WRAPPER
-from cs336_systems.profiling.nesting import nested
+from cs336_systems.profiling.nesting import nest
 from cs336_systems.profiling.trace import FRAME, HOST, parse
 
 Annotate = Callable[[str], AbstractContextManager[Any]]
@@ -137,23 +137,26 @@ def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[lis
                 category = categories.get(each.address, "other")
                 alive[each.address] = Held(category, each.address, each.nbytes, each.device)
 
+    def counts(name: str, time: int) -> bool:
+        return time >= start and not name.startswith(MARK)
+
     # With stacks, frames that cross an annotation are dropped, as viewers would drop them and all inside, and a child
     # that outlasts its parent by a clock's rounding is shortened.
-    nodes = [node for each in nested(trace).values() for node in each] if trace.lanes(FRAME) else []
+    lanes = trace.lanes(*HOST).values() if trace.lanes(FRAME) else ()
+    nodes = (node for spans in lanes for node in nest(span for span in spans if counts(span.name, span.start)))
     ends = {node.span[:5]: node.end for node in nodes}
 
     def stays(event: dict[str, Any]) -> bool:
         name, category, begin = event.get("name", ""), event.get("cat"), trace.base + round(1000 * event.get("ts", 0))
         if name == LINE_UP and category == "user_annotation":
             event["cat"] = category = LINE_UP
-        if nodes and category in HOST and event["ph"] == "X":
+        if ends and category in HOST and event["ph"] == "X":
             end = begin + round(1000 * event["dur"])
             known = ends.get((name, category, begin, end, (event["pid"], event["tid"])))
             if known is None and category == FRAME:
                 return False
             event["dur"] = ((known or end) - begin) / 1000
-        before = event.get("ph") != "M" and category != LINE_UP and begin < start
-        return not before and not str(name).startswith(MARK)
+        return event.get("ph") == "M" or category == LINE_UP or counts(str(name), begin)
 
     chrome["traceEvents"] = list(filter(stays, chrome["traceEvents"]))
     return list(alive.values()), labels
