@@ -154,16 +154,14 @@ def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: st
             first -= 1
         for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
             take(address, index)
-        add(Allocated(event.address, event.nbytes, index, origin=origin))
+        forward = origin is not None and (origin.phase == "forward" or origin.recomputed)
+        add(Allocated(event.address, event.nbytes, index, "activations" if forward else "other", origin))
     return sorted(blocks, key=lambda block: block.first > 0)
 
 
 def _categorise(trace: Trace, blocks: Iterable[Allocated], times: list[int]) -> None:
-    """Give every block its category: by the first label while it lived; a parameter stays one."""
+    """Give blocks the category of the first label while they lived; a parameter stays one."""
     lives = grouped(blocks, lambda block: block.address)
-    for each in blocks:
-        if each.origin is not None and (each.origin.phase == "forward" or each.origin.recomputed):
-            each.category = "activations"
     labelled: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
         known, index = lives.get(address, []), bisect_right(times, time) - 1
@@ -203,13 +201,9 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
     counts: Counter[tuple[str, str, str, str, str, int]] = Counter()
     for block in blocks:
         origin = block.origin
-        if not block.first:
-            phase = "before profiling"
-        elif origin is not None and origin.phase != "other":
-            phase = origin.phase
-        else:
-            named = phase_at(memory.phases, memory.times[block.first])
-            phase = "between phases" if named == "other" else named
+        phase = origin.phase if origin is not None else "other"
+        phase = phase_at(memory.phases, memory.times[block.first]) if phase == "other" else phase
+        phase = "before profiling" if not block.first else "between phases" if phase == "other" else phase
         about = (_module(origin), _operator(origin), _frame(origin)) if origin is not None else ("", "", "")
         counts[block.category, phase, *about, block.nbytes] += 1
     found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())
