@@ -33,7 +33,7 @@ from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
-from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
+from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_timeline
 
 Pass = Literal["forward", "step"]
 PASSES: tuple[Pass, ...] = ("forward", "step")
@@ -144,7 +144,8 @@ def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
 
 def measure_activations(case: Case) -> dict[str, Any]:
     """The most bytes of activations at once: what forward made, also when backward runs it again."""
-    return {"peak_bytes": max(parts["activations"] for parts in profiled(case, "forward-backward").levels)}
+    place, found = CATEGORIES.index("activations"), profiled(case, "forward-backward")
+    return {"peak_bytes": max(amounts[place] for amounts in found.amounts)}
 
 
 def predicted(run: Peak) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from cs336_systems.host.console import os_errors
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_rows
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import collective_rows, kernel_rows, op_rows
-from cs336_systems.profiling.tables import phase_times, sort_of
+from cs336_systems.profiling.tables import phase_times
+from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace, uncollected
 
 PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
@@ -39,7 +40,7 @@ def folder_name(config: Mapping[str, Any]) -> str:
 def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
     """The rows of a rank's tables, unrounded; times are nanoseconds over all steps. Operators are listed for the step
     and for each phase: the `limit` longest by total and as many by self time."""
-    sort, operators = sort_of(trace), dict[str, list[dict[str, Any]]]()
+    sort, operators = timeline(trace).clock, dict[str, list[dict[str, Any]]]()
     for name, phase in {"step": None, **{phase: phase for phase in PHASES}}.items():
         rows = op_rows(trace, sort, phase=phase)
         most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}

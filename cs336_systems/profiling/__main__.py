@@ -31,7 +31,7 @@ def main() -> None:
 @uncollected()
 def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
     """Merge traces of all ranks into one, on one clock. PATHS are a folder of traces, or the traces themselves."""
-    files = [file for path in paths for file in (_traces_in(path) if path.is_dir() else [path])]
+    files = [file for path in paths for file in (trace_files(path) if path.is_dir() else [path])]
     traces = read_ranks(files)
     merged = merge(traces)
     out = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / MERGED
@@ -59,15 +59,8 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
 @uncollected()
 def report_command(folder: Path) -> None:
     """Write all reports on the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
-    write_report(folder, read_ranks(_traces_in(folder)), console.console())
+    write_report(folder, read_ranks(trace_files(folder)), console.console())
     gc.freeze()  # a collection of a million objects at exit would be slow, and useless
-
-
-def _traces_in(folder: Path) -> list[Path]:
-    """Traces of `Capture` in a folder, or else those of torch.profiler's handler for TensorBoard."""
-    foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
-    ours = [path for path in folder.glob("rank*.trace.json*") if path not in foreign]
-    return foreign if foreign and not ours else trace_files(folder)
 
 
 def read_ranks(files: list[Path]) -> list[Trace]:

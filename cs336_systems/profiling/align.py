@@ -190,12 +190,12 @@ def aligned(traces: list[Trace]) -> list[Trace]:
 
 
 def _shifted(trace: Trace, ahead: int) -> Trace:
-    marks = [[time - ahead, *rest] for time, *rest in trace.ours.get("marks", ())]
+    marks, flows = [[time - ahead, *rest] for time, *rest in trace.ours.get("marks", ())], trace.flows.items()
     return replace(
         trace,
         spans=[span._replace(start=span.start - ahead, end=span.end - ahead) for span in trace.spans],
         allocations=[each._replace(time=each.time - ahead) for each in trace.allocations],
-        links={(lane, to - ahead): (from_lane, time - ahead) for (lane, to), (from_lane, time) in trace.links.items()},
+        flows={key: [[(lane, time - ahead) for lane, time in each] for each in ends] for key, ends in flows},
         ours=trace.ours | ({"marks": marks} if marks else {}),
         base=trace.base - ahead,
     )

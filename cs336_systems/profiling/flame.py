@@ -8,16 +8,13 @@ dropped, and their own time goes to the frame around them: time is moved between
 
 import re
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from cs336_systems.host.text import printable
-from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import (
     ENGINE,
     PHASES,
@@ -30,9 +27,8 @@ from cs336_systems.profiling.names import (
     without_layer_numbers,
 )
 from cs336_systems.profiling.nesting import Node, nested
-from cs336_systems.profiling.operators import Sort
-from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
+from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, Sort, phase_at, roles, timeline
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Trace, once
 
 DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -50,6 +46,7 @@ class Frame:
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
+    total: int = 0  # the same of this frame and all inside it
     launched: Counter[str] = field(default_factory=Counter)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
@@ -80,110 +77,83 @@ class Frame:
             shown.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
         return shown
 
-    def stacks(self) -> Iterator[tuple[list["Frame"], int]]:
-        """Every frame, as the stack from this one down to it, with its own time; parents before children."""
+    def stacks(self) -> Iterator[list["Frame"]]:
+        """Every frame, as the stack from this one down to it; parents before children."""
         todo = [[self]]
         while todo:
-            stack = todo.pop()
-            yield stack, stack[-1].self_time
+            yield (stack := todo.pop())
             todo += [[*stack, child] for child in reversed(stack[-1].children.values())]
 
-    def total(self) -> int:
-        """Nanoseconds of this frame and all inside it."""
-        return sum(own for _, own in self.stacks())
+
+Place = tuple[Frame, Frame | None]  # of a span: its frame, and inside autograd's engine the frame around that
 
 
-@dataclass(frozen=True)
-class Flame:
-    """The frames of one thread of one rank, over `steps` steps. The root has the thread's name."""
-
-    rank: int
-    root: Frame
-    steps: int
-    clock: Sort = "cpu"
-
-
-def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Flame]:
-    """One tree per thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
+def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Frame]:
+    """One tree per thread, whose root has its name: the main thread first, then autograd's (on a GPU), gloo's, others.
 
     `clock` says what is summed: "cpu", the time that the thread was in a frame, or "device", the time of the kernels
     that it launched, which are leaves below their operator; those of two streams may overlap. Equal stacks of all steps
     are added up, with `collapse_blocks` also those of blocks.0, blocks.1, ... as blocks.*.
     """
-    found, count = _trees(trace), timeline(trace).step_count or 1
+    found = _trees(trace)
     found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
-    roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
-    return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
+    found = [root.on_device() for root in found] if clock == "device" else found[:-1]
+    for frame in (stack[-1] for root in found for stack in reversed([*root.stacks()])):  # children before parents
+        frame.total = frame.self_time + sum(child.total for child in frame.children.values())
+    return [root for root in found if root.total]
 
 
 @once
 def _trees(trace: Trace) -> list[Frame]:
     """The roots of all threads; the last is for kernels that no frame launched."""
-    names = {lane: name for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
-    placer, roots = _Placer(trace, names), [Frame(name) for name in names.values()]
-    places: dict[Node, _Place] = {}
-    for lane, root in zip(names, roots, strict=True):
+    roots = {lane: Frame(name) for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
+    steps = timeline(trace).steps
+    tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roots)
+    places: dict[Node, Place] = {}
+    for lane, root in roots.items():
         for node in nested(trace)[lane]:
-            parent = places[node.parent] if node.parent else _Place(root)
-            places[node] = place = placer.place(node, parent)
-            place.frame.self_time += node.duration
+            parent = places[node.parent] if node.parent else (root, None)
+            outside = steps and root.name == MAIN and phase_at(steps, node.span.start) == "other"
+            left_out = node.span.category == FRAME and (outside or _is_foreign(node.span.name, tagged))
+            places[node] = place = parent if left_out else _place(node, parent)
+            place[0].self_time += node.duration
             if node.parent:
-                parent.frame.self_time -= node.duration
+                parent[0].self_time -= node.duration
             for kernel in node.kernels:
-                place.frame.launched[kernel.name] += kernel.duration
+                place[0].launched[kernel.name] += kernel.duration
     unknown = Frame("kernels of no known operator")
     for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
         unknown.launched[kernel.name] += kernel.duration
-    return [*roots, unknown]
+    return [*roots.values(), unknown]
 
 
-class _Place(NamedTuple):
-    """The frame of a span, with the context of the spans inside it."""
+def _is_foreign(name: str, tagged: bool) -> bool:
+    """True for a Python frame of torch, the standard library, builtins or ours, and of a module that has a tag."""
+    if name.startswith("nn.Module: "):
+        return tagged
+    package = found[1] if (found := FRAME_FILE.match(name)) else ""
+    foreign = package == "torch" or package in sys.stdlib_module_names
+    return foreign or name.startswith("<") or "cs336_systems/profiling/" in name
 
-    frame: Frame
-    base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
 
-
-class _Placer:
-    """Finds the frame of every span, parents first: usually below that of the span around it."""
-
-    def __init__(self, trace: Trace, roles: dict[Lane, str]) -> None:
-        self.roles = roles
-        self.steps = union((step.start, step.end) for step in timeline(trace).steps)
-        self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
-
-    def place(self, node: Node, parent: _Place) -> _Place:
-        """Place of a span, given that of the span around it, or of a root."""
-        span, up, base = node.span, node.parent, parent.base
-        if (span.category == FRAME and self._is_dropped(span)) or (up and up.span.name == ENGINE + span.name):
-            return parent
-        paint = _paint(node, parent)
-        if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
-            engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-            return _Place(_descend(engine, node.modules).child(name, "backward", is_operator=True), engine)
-        if tag := node.tag:
-            if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-                return _Place(_descend(base, node.modules).child("recompute", "forward"), base)
-            outer = up.modules[-1][0] if up and up.modules else ""
-            return _Place(_descend(parent.frame, (tag,), paint, outer), base)
-        name = _short(span.name)
-        if found := parse_collective(name):
-            name = f"{found.action} {found.verb} {found.label}".rstrip()
-        name = "step" if step_number(name) is not None else name
-        alias = without_layer_numbers(name) if found else ""
-        return _Place(parent.frame.child(name, paint, span.category == "cpu_op", alias), base)
-
-    def _is_dropped(self, span: Span) -> bool:
-        """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
-        if self.steps and self.roles[span.lane] == MAIN:
-            place = bisect_right(self.steps, span.start, key=lambda step: step[0])
-            if not place or span.start >= self.steps[place - 1][1]:
-                return True
-        if span.name.startswith("nn.Module: "):
-            return self.tagged
-        package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
-        foreign = package == "torch" or package in sys.stdlib_module_names
-        return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
+def _place(node: Node, parent: Place) -> Place:
+    """Place of a span, given that of the span around it, or of a root: usually below that."""
+    span, up, (frame, base) = node.span, node.parent, parent
+    if up and up.span.name == ENGINE + span.name:
+        return parent
+    paint = _paint(node, parent)
+    if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
+        engine, name = base or frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
+        return _descend(engine, node.modules).child(name, "backward", is_operator=True), engine
+    if tag := node.tag:
+        if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
+            return _descend(base, node.modules).child("recompute", "forward"), base
+        outer = up.modules[-1][0] if up and up.modules else ""
+        return _descend(frame, (tag,), paint, outer), base
+    found = parse_collective(name := _short(span.name))
+    name = found.title if found else "step" if step_number(name) is not None else name
+    alias = without_layer_numbers(name) if found else ""
+    return frame.child(name, paint, span.category == "cpu_op", alias), base
 
 
 def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
@@ -207,23 +177,22 @@ def _short(name: str) -> str:
     return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
 
 
-def _paint(node: Node, parent: _Place) -> str:
+def _paint(node: Node, parent: Place) -> str:
+    frame, base = parent
     if node.span.category == FRAME:
         return "python"
-    if is_collective(node.span.name) or parent.frame.paint == "communication" or node.phase == "synchronise":
+    if is_collective(node.span.name) or frame.paint == "communication" or node.phase == "synchronise":
         return "communication"
-    phase = node.direction if parent.base or node.direction == "backward" else node.phase
+    phase = node.direction if base or node.direction == "backward" else node.phase
     return phase if phase in PHASES else "other"
 
 
-def collapsed(threads: list[Flame]) -> str:
+def collapsed(rank: int, threads: list[Frame]) -> str:
     """Brendan Gregg's collapsed stacks, a line each: `rank 0 main thread;step;forward;... <nanoseconds>`."""
     lines = []
-    for flame in threads:
-        for stack, own in flame.root.stacks():
-            if own:
-                names = [f"rank {flame.rank} {flame.root.name}", *(frame.name for frame in stack[1:])]
-                lines.append(";".join(printable(name).replace(";", ",") for name in names) + f" {own}\n")
+    for stack in (stack for root in threads for stack in root.stacks() if stack[-1].self_time):
+        names = ";".join(printable(frame.name).replace(";", ",") for frame in stack)
+        lines.append(f"rank {rank} {names} {stack[-1].self_time}\n")
     return "".join(lines)
 
 
@@ -236,7 +205,7 @@ def clocks(trace: Trace, stem: str) -> dict[str, Sort]:
 def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
     """Write `<stem>.collapsed.txt`, with kernels also that of `<stem>_device`."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {folder / f"{name}.collapsed.txt": flames(trace, clock) for name, clock in clocks(trace, stem).items()}
-    for path, threads in found.items():
-        path.write_text(collapsed(threads), encoding="utf-8")
+    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace, stem).items()}
+    for path, clock in found.items():
+        path.write_text(collapsed(trace.rank, flames(trace, clock)), encoding="utf-8")
     return list(found)

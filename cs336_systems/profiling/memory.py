@@ -1,4 +1,5 @@
-"""Bytes of memory alive over time, by category, added up from every allocation and free of a trace.
+"""Bytes of memory alive over time, by category, added up from every allocation and free of a trace; and their tables:
+peaks by phase and by step, the contents of a peak, and the origin of the largest allocations.
 
 On a CPU the allocator's events are added to the memory held when profiling began. torch does not report when that is
 freed: it shows only if its address is used again. On a GPU the allocator's own sum counts. It rounds every block up
@@ -8,19 +9,30 @@ An allocation is a parameter, a gradient or optimizer state if it was labelled s
 made in a forward pass (also one that backward runs again), and other, such as a temporary of backward, if it was not.
 """
 
+import re
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.profiling.names import LINE_UP
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.table import Table
+from cs336_systems.profiling.names import ENGINE, LINE_UP, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node, allocations
-from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
+from cs336_systems.profiling.timeline import phase_at, timeline
+from cs336_systems.profiling.trace import FRAME, Allocation, Span, Trace, grouped, once
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
+BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
+FRAME_LINE = re.compile(r"\.py\(\d+\): ")
+FOREIGN = re.compile(r"torch/|<|.*site-packages|.*/lib/python")
+SOURCES = (
+    "count x bytes: sizes text; in all: total bytes;{} category: category text; phase: phase text; module: module text;"
+    "innermost operator: operator text; Python frame: frame text?"
+)
 
 
 @dataclass
@@ -29,17 +41,14 @@ class Allocated:
 
     address: int
     nbytes: int
-    start: int  # in nanoseconds; the timeline's start if it was there before
-    first: int = 0  # index of that event of the allocator
-    lane: Lane | None = None  # None if it was there before
+    first: int = 0  # index of that event of the allocator; 0 if it was there before
     category: str = "other"
     origin: Node | None = None  # the innermost span inside which it was allocated
-    end: int | None = None  # None if it outlived the profile
-    last: int | None = None
+    last: int | None = None  # None if it outlived the profile
 
-    def alive(self, time: int) -> bool:
-        """True if it is allocated and not yet freed at a time."""
-        return self.start <= time and (self.end is None or time < self.end)
+    def alive(self, index: int) -> bool:
+        """True if it is allocated and not yet freed after an event."""
+        return self.first <= index and (self.last is None or index < self.last)
 
 
 @dataclass(frozen=True)
@@ -49,32 +58,19 @@ class MemoryTimeline:
     device: str
     times: list[int]  # the start, and all events of the allocator
     amounts: list[list[int]]  # from each of these times on, in the order of CATEGORIES
+    totals: list[int]  # all categories together
     blocks: list[Allocated]
     phases: list[Span]
     steps: list[Span]
 
     @cached_property
-    def totals(self) -> list[int]:
-        """Bytes alive, all categories together; the first are those when profiling began."""
-        return [sum(amounts) for amounts in self.amounts]
-
-    @cached_property
-    def levels(self) -> list[dict[str, int]]:
-        """Bytes by category at the start and after every event."""
-        return [dict(zip(CATEGORIES, amounts, strict=True)) for amounts in self.amounts]
-
-    @cached_property
     def peak_index(self) -> int:
         """The index of the highest level, the first of several."""
-        return self.totals.index(max(self.totals))
+        return self.totals.index(self.peak)
 
-    @property
+    @cached_property
     def peak(self) -> int:
-        return self.totals[self.peak_index]
-
-    @property
-    def peak_time(self) -> int:
-        return self.times[self.peak_index]
+        return max(self.totals)
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -112,8 +108,8 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     spans = [span.start for span in trace.spans if span.category != LINE_UP]
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
-    blocks = _blocks(trace, around, device, times[0])
-    _categorise(trace, blocks)
+    blocks = _blocks(trace, around, device)
+    _categorise(trace, blocks, times)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:
         place = CATEGORIES.index(block.category) if block.category in CATEGORIES else -1
@@ -124,10 +120,11 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     if device == "cuda" and events:
         known = np.array([events[0].total - events[0].nbytes, *(event.total for event in events)])
         amounts[:, -1] = np.maximum(0, known - amounts[:, :-1].sum(axis=1))
-    return MemoryTimeline(device, times, amounts.tolist(), blocks, found.phases, found.steps)
+    totals = amounts.sum(axis=1).tolist()
+    return MemoryTimeline(device, times, amounts.tolist(), totals, blocks, found.phases, found.steps)
 
 
-def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str, start: int) -> list[Allocated]:
+def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str) -> list[Allocated]:
     """Match every free with its allocation; blocks held before come first."""
     blocks: list[Allocated] = []
     living: dict[int, Allocated] = {}
@@ -139,17 +136,16 @@ def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: st
         insort(addresses, block.address)
 
     def take(address: int, index: int) -> None:
-        block = living.pop(address)
-        block.end, block.last = made[index - 1][0].time, index
+        living.pop(address).last = index
         del addresses[bisect_left(addresses, address)]
 
     for category, address, nbytes, where in trace.ours.get("held", ()):
         if where == device and address not in living:
-            add(Allocated(address, nbytes, start, category=category))
+            add(Allocated(address, nbytes, category=category))
     for index, (event, origin) in enumerate(made, 1):
         if event.nbytes < 0:
             if event.address not in living:  # its allocation is not in the trace: it was there from the beginning
-                add(Allocated(event.address, -event.nbytes, start))
+                add(Allocated(event.address, -event.nbytes))
             take(event.address, index)
             continue
         # Living blocks in memory that is allocated again were freed without an event.
@@ -158,22 +154,135 @@ def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: st
             first -= 1
         for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
             take(address, index)
-        add(Allocated(event.address, event.nbytes, event.time, index, event.lane, origin=origin))
-    return sorted(blocks, key=lambda block: block.lane is not None)
+        forward = origin is not None and (origin.phase == "forward" or origin.recomputed)
+        add(Allocated(event.address, event.nbytes, index, "activations" if forward else "other", origin))
+    return sorted(blocks, key=lambda block: block.first > 0)
 
 
-def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
-    """Give every block its category: by the first label while it lived; a parameter stays one."""
+def _categorise(trace: Trace, blocks: Iterable[Allocated], times: list[int]) -> None:
+    """Give blocks the category of the first label while they lived; a parameter stays one."""
     lives = grouped(blocks, lambda block: block.address)
-    for each in blocks:
-        if each.origin is not None and (each.origin.phase == "forward" or each.origin.recomputed):
-            each.category = "activations"
     labelled: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
-        known = lives.get(address, [])  # one after another
-        block = known[max(0, bisect_right(known, time, key=lambda each: each.start) - 1)] if known else None
-        if block is None or not block.alive(time) or id(block) in labelled or category not in CATEGORIES:
+        known, index = lives.get(address, []), bisect_right(times, time) - 1
+        place = bisect_right(known, index, key=lambda block: block.first)  # they live one after another
+        block = known[place - 1] if place else None
+        if block is None or not block.alive(index) or id(block) in labelled or category not in CATEGORIES:
             continue
         labelled.add(id(block))
-        if block.lane is not None or block.category != "parameters":
+        if block.first or block.category != "parameters":
             block.category = category
+
+
+@dataclass(frozen=True)
+class Source:
+    """Allocations that are alike: `count` times `nbytes`, made by the same operator in the same place."""
+
+    category: str
+    phase: str
+    module: str  # with * for a layer's number, and a note if its backward or a second forward made them
+    operator: str
+    frame: str  # the innermost Python frame outside of torch, if the trace has stacks
+    nbytes: int
+    peak: int
+    count: int
+
+    @property
+    def total(self) -> int:
+        return self.nbytes * self.count
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.count} x {self.nbytes:,}"
+
+
+def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]:
+    """Group blocks that are alike; the most bytes first."""
+    counts: Counter[tuple[str, str, str, str, str, int]] = Counter()
+    for block in blocks:
+        origin = block.origin
+        phase = origin.phase if origin is not None else "other"
+        phase = phase_at(memory.phases, memory.times[block.first]) if phase == "other" else phase
+        phase = "before profiling" if not block.first else "between phases" if phase == "other" else phase
+        about = (_module(origin), _operator(origin), _frame(origin)) if origin is not None else ("", "", "")
+        counts[block.category, phase, *about, block.nbytes] += 1
+    found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())
+    return sorted(found, key=lambda each: -each.total)
+
+
+def largest(memory: MemoryTimeline, count: int = 10) -> list[Source]:
+    """The largest single allocations of the whole profile; the largest first."""
+    made = (block for block in memory.blocks if block.first)
+    return sorted(sources(memory, made), key=lambda each: -each.nbytes)[:count]
+
+
+def filling_peak(memory: MemoryTimeline, count: int = 10) -> list[Source]:
+    """The allocations alive at the peak; the most bytes in all first."""
+    return sources(memory, (block for block in memory.blocks if block.alive(memory.peak_index)))[:count]
+
+
+def _module(origin: Node) -> str:
+    name = without_layer_numbers(origin.modules[-1][0]) if origin.modules else ""
+    if origin.direction == "backward":
+        return f"backward of {name}" if name else ""
+    return f"{name}, recomputed" if origin.recomputed else name
+
+
+def _operator(origin: Node) -> str:
+    """The innermost operator around an allocation that does more than allocate, or else the annotation."""
+    fallback = ""
+    for node in origin.outwards():
+        name, category = node.span.name, node.span.category
+        if category == "cpu_op":
+            if not BARE.match(name):
+                return name.removeprefix(ENGINE)
+            fallback = fallback or name
+        elif category == "user_annotation" and name not in PHASES and not parse_tag(name):
+            found = parse_collective(name)
+            return fallback or (found.title if found else name)
+    return fallback
+
+
+def _frame(origin: Node) -> str:
+    """`model.py(12): forward`, the innermost frame that is neither torch's nor Python's own."""
+    names = (node.span.name for node in origin.outwards() if node.span.category == FRAME)
+    mine = next((name for name in names if FRAME_LINE.search(name) and not FOREIGN.match(name)), "")
+    return "/".join(mine.split("/")[-2:])
+
+
+def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
+    """The tables of one rank as Markdown."""
+    if len(memory.times) == 1:
+        how = "profile with profile_memory=True, by torch 1.13 or newer"
+        return f"# Memory of rank {trace.rank}\n\nThe trace has no allocations with addresses: {how}.\n"
+
+    def exact(nbytes: int) -> str:
+        return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
+
+    time, totals = memory.times[memory.peak_index], memory.totals
+    within = [[s.name for s in spans if s.start <= time < s.end][:1] for spans in (memory.phases, memory.steps)]
+    during = " of ".join(name for names in within for name in names)
+    parts = [
+        f"# Memory of rank {trace.rank} on {memory.device}",
+        f"Peak {exact(memory.peak)} at {(time - memory.times[0]) / 1e6:.2f} ms{during and f', in {during}'}. "
+        f"{exact(totals[0])} were allocated when profiling began, {exact(totals[-1])} when it ended.",
+    ]
+    peaks = memory.phase_peaks()
+    cells = [
+        [name, f"{totals[i]:,}", format_bytes(totals[i]), *map(format_bytes, memory.amounts[i])]
+        for name, i in (peaks | {"**whole profile**": memory.peak_index}).items()
+    ]
+    heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
+    tables = [Table("The peak of each phase, by category", heads, cells)]
+    if len(memory.steps) > 1:
+        heads = ["step", *(f"{name}, bytes" for name in peaks), "whole step, bytes"]
+        rows = []
+        for step in memory.steps:
+            own = memory.phase_peaks(step)
+            known = [f"{totals[own[name]]:,}" if name in own else "" for name in peaks]
+            rows.append([step.name, *known, f"{memory.peak_in(step):,}"])
+        tables.append(Table("Peaks by step", heads, rows))
+    of_peak = SOURCES.format(" of peak: total/peak share;")
+    tables.append(Table.of("What fills the peak", filling_peak(memory), of_peak, names=False))
+    tables.append(Table.of("The largest allocations", largest(memory), SOURCES.format(""), names=False))
+    return "\n\n".join([*parts, *(table.markdown().rstrip("\n") for table in tables)]) + "\n"

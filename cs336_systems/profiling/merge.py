@@ -6,7 +6,7 @@ rank's entry into a collective to the end of each other rank's wait. As they lea
 all-reduce never point back in time if clocks are right. (In a broadcast ranks wait only for the source.)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,13 +17,12 @@ from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, innermost, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of
+from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Place, Span, Trace
 
 SECOND = 10**9
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
-Row = tuple[int, Callable[[float, Any, Any], Event], Any, Any]  # an event: its time in nanoseconds, and how to make it
 
 
 class Track(NamedTuple):
@@ -34,6 +33,7 @@ class Track(NamedTuple):
     nodes: list[Node]  # in order of start, parents before children
 
 
+Row = tuple[int, str, Any, Track]  # of an event: its time in nanoseconds, and what `_event` makes it of
 End = tuple[int, Track]  # of an arrow: time in nanoseconds, and track
 Arrow = tuple[str, str, End, list[End]]  # its category, name, source and targets
 
@@ -46,24 +46,27 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
         old, kind = span.lane[0], 0 if span.category in HOST else 1 if span.category in ON_GPU else 2
         groups.setdefault(old, {}).setdefault(span.lane, []).append(span)
         kinds[old] = min(kind, kinds.get(old, kind))
-    named, tracks = [list[Event](), list[Event]()], dict[Lane, list[Track]]()
+    named, tracks = list[Event](), dict[Lane, list[Track]]()
 
     def name(what: str, pid: int, tid: int, name: str, order: int) -> None:
-        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
-            event = {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": args}
-            named[what == "thread"].append(event)
+        for key, value in (("name", name), ("sort_index", order)):
+            named.append({"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": {key: value}})
 
+    def from_the_top(lane: Lane) -> tuple[int, int, str]:
+        return places.get(lane, len(places)), lane_number(lane), str(lane)
+
+    places = {lane: place for place, lane in enumerate(roles(trace))}
     processes = sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9)))
     for pid, old in enumerate(processes, trace.rank * PER_RANK + 1):
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
         name("process", pid, 0, f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kinds[old]], pid)
         tids = count(pid * PER_RANK)
-        for order, (lane, lane_name) in enumerate(_lane_names(trace, groups[old], kinds[old] == 1).items()):
-            tracks[lane] = []
+        for order, lane in enumerate(sorted(groups[old], key=from_the_top)):
+            tracks[lane], lane_name = [], _lane_name(trace, lane, groups[old][lane], kinds[old] == 1)
             for number, nodes in enumerate(untangle(groups[old][lane], nested(trace).get(lane))):
                 tracks[lane].append(Track(pid, next(tids), nodes))
                 name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
-    return [*named[0], *named[1]], tracks
+    return named, tracks
 
 
 def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[list[Node]]:
@@ -78,21 +81,15 @@ def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[lis
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
 
 
-def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> dict[Lane, str]:
-    """Names of one process's lanes, from the top: streams of a GPU, or threads."""
-    names, known = dict[Lane, str](), roles(trace)
+def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str:
+    """`stream 7` of a GPU, `main thread (5)`, or what the profiler says of a thread without a role."""
     if is_gpu:
-        for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
-            carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
-            names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
-        return names
-    for lane in [*(lane for lane in known if lane in lanes), *sorted(lanes.keys() - known.keys(), key=str)]:
-        name = known.get(lane, OTHER)
-        if name.startswith(OTHER):
-            names[lane] = trace.threads.get(lane, f"thread {lane[1]}")
-        else:
-            names[lane] = name if name.startswith(IN_FLIGHT) else f"{name} ({lane[1]})"
-    return names
+        carries = any(KERNEL.search(span.name) for span in spans if span.category == "kernel")
+        return f"stream {lane[1]}" + (", communication" if carries else "")
+    role = roles(trace).get(lane, OTHER)
+    if role.startswith(OTHER):
+        return trace.threads.get(lane, f"thread {lane[1]}")
+    return role if role.startswith(IN_FLIGHT) else f"{role} ({lane[1]})"
 
 
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
@@ -121,14 +118,16 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         if len(traces) > 1:
             places |= {id(node.span): (track, node) for track in tracks for node in track.nodes}
         named += names
-        rows += [(node.span.start, _slice, node, track) for track in tracks for node in track.nodes]
+        rows += [(node.span.start, "X", node, track) for track in tracks for node in track.nodes]
         for device in sorted({each.device for each in trace.allocations}) if trace.spans else []:
-            rows += _memory(trace, device, base)
+            memory, track = memory_timeline(trace, device), Track(trace.rank * PER_RANK + 1, 0, [])
+            levels = zip(memory.times, memory.totals, strict=True)
+            rows += [(max(base, time), "C", (device, nbytes), track) for time, nbytes in levels]
         arrows += _arrows_inside(trace, lanes)
     # At equal times a viewer reads events in the file's order, and an arrow must come after its slice.
     rows += _ends([*arrows, *_arrows_between(traces, places)])
     rows.sort(key=itemgetter(0))
-    events = chain(named, (make((time - base) / 1000, what, where) for time, make, what, where in rows))
+    events = chain(named, (_event((time - base) / 1000, *row) for time, *row in rows))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -144,42 +143,30 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
     return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
 
 
-def _slice(ts: float, node: Node, track: Track) -> Event:
-    name, category, _, _, _, args = node.span
-    duration = node.duration / 1000
-    where = {"pid": track.pid, "tid": track.tid}
-    return {"ph": "X", "name": name, "cat": category, **where, "args": args, "ts": ts, "dur": duration}
-
-
-def _memory(trace: Trace, device: str, base: int) -> Iterator[Row]:
-    """Active memory of a device over time, in the rank's first process, as `memory.py` adds it up."""
-    memory = memory_timeline(trace, device)
-    about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
-    for time, nbytes in zip(memory.times, memory.totals, strict=True):
-        yield max(base, time), _level, nbytes, about
-
-
-def _level(ts: float, nbytes: int, about: Event) -> Event:
-    return about | {"ts": ts, "args": {"MiB": round(nbytes / 2**20, 3)}}
+def _event(ts: float, phase: str, what: Any, track: Track) -> Event:
+    """An event of the file: a slice of a node, the bytes alive on a device, or one end of an arrow."""
+    event = {"ph": phase, "pid": track.pid, "tid": track.tid, "ts": ts}
+    if phase == "X":
+        name, category, _, _, _, args = what.span
+        return event | {"name": name, "cat": category, "args": args, "dur": what.duration / 1000}
+    if phase == "C":
+        device, nbytes = what
+        return event | {"name": f"active memory, {device}", "args": {"MiB": round(nbytes / 2**20, 3)}}
+    category, name, number = what
+    return event | {"name": name, "cat": category, "id": number} | ({"bp": "e"} if phase == "f" else {})
 
 
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
     """torch's own arrows, if both ends lie in slices that are still there."""
-    found: dict[tuple[str, str, Any], tuple[list[End], list[End]]] = {}
-    ends = [
-        (time_of(event, trace.base), lane, event)
-        for event in trace.chrome["traceEvents"]
-        if event["ph"] in ("s", "t", "f") and (lane := (event.get("pid"), event.get("tid"))) in lanes
-    ]
-    around = innermost({lane: each[0].nodes for lane, each in lanes.items()}, [(lane, time) for time, lane, _ in ends])
-    for lane, moments in grouped(sorted(ends, key=itemgetter(0)), itemgetter(1)).items():
-        for time, _, event in moments:
-            if around[lane, time] is not None:
-                key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, lanes[lane][0]))
-    for (category, name, _), (sources, targets) in found.items():
-        if len(sources) == 1:
-            yield category, name, sources[0], targets
+    nodes = {lane: tracks[0].nodes for lane, tracks in lanes.items()}
+    around = innermost(nodes, [place for both in trace.flows.values() for ends in both for place in ends])
+
+    def inside(places: list[Place]) -> list[End]:
+        return [(time, lanes[lane][0]) for lane, time in sorted(places, key=itemgetter(1)) if around[lane, time]]
+
+    for (category, name, _), (sources, targets) in trace.flows.items():
+        if len(begin := inside(sources)) == 1:
+            yield category, name, begin[0], inside(targets)
 
 
 def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) -> Iterator[Arrow]:
@@ -203,13 +190,7 @@ def _ends(arrows: list[Arrow]) -> Iterator[Row]:
         after = [("f", target) for target in targets if target[0] >= source[0]]
         number += bool(after)
         for phase, (time, track) in after and [("s", source), *after]:
-            yield time, _end, (phase, name, category, number), track
-
-
-def _end(ts: float, about: tuple[str, str, str, int], track: Track) -> Event:
-    phase, name, category, number = about
-    event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid, "ts": ts}
-    return event | {"bp": "e"} if phase == "f" else event
+            yield time, phase, (category, name, number), track
 
 
 def own_moment(node: Node, last: bool = False) -> int | None:

@@ -23,7 +23,7 @@ KINDS = {
     "block": re.compile("Block|Layer$"),
     "linear": re.compile("Linear"),
 }
-MOST_MODULES = 32  # most modules nested in each other
+MOST_MODULES = 32  # most modules nested in each other; what is deeper counts for those around it
 Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
 
@@ -41,6 +41,11 @@ class Collective(NamedTuple):
         """The collective's name, the same on every rank."""
         return f"{self.verb} {self.group}#{self.number} {self.label}".rstrip()
 
+    @property
+    def title(self) -> str:
+        """The annotation without its number: `wait all-reduce bucket 0`."""
+        return f"{self.action} {self.verb} {self.label}".rstrip()
+
 
 @lru_cache(maxsize=100_000)
 def step_number(name: str) -> int | None:
@@ -52,6 +57,11 @@ def step_number(name: str) -> int | None:
 def parse_tag(name: str) -> tuple[str, str] | None:
     """(qualified name, class) of the module whose forward a span is; None for any other name."""
     return (found[1], found[2]) if (found := TAG.match(name)) else None
+
+
+def is_division(name: str) -> bool:
+    """True for a step, a phase and a module, which divide the time of what is inside."""
+    return name in PHASES or step_number(name) is not None or parse_tag(name) is not None
 
 
 @lru_cache(maxsize=100_000)
@@ -75,11 +85,6 @@ def without_layer_numbers(path: str) -> str:
 def around(modules: Modules, path: str) -> Modules:
     """Those of some modules that contain the module of a qualified name."""
     return tuple(each for each in modules if each[0] in UNNAMED or path.startswith(f"{each[0]}."))
-
-
-def entered(outer: Modules, inner: tuple[str, str]) -> Modules:
-    """Some modules and one inside them; modules nested deeper than MOST_MODULES count for those around them."""
-    return (*outer, inner) if len(outer) < MOST_MODULES else outer
 
 
 @lru_cache(maxsize=10_000)

@@ -14,16 +14,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.intervals import length, union
-from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
+from cs336_systems.profiling.names import is_division, parse_collective
 from cs336_systems.profiling.nesting import Node, outermost
-from cs336_systems.profiling.timeline import IN_FLIGHT, timeline
+from cs336_systems.profiling.timeline import IN_FLIGHT, Sort, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
-Sort = Literal["cpu", "device"]
 OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules: their own time, without operators
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
@@ -160,7 +159,7 @@ def _row_of(name: str, category: str) -> str:
         return name
     if collective := parse_collective(name):
         return f"{collective.action} {collective.verb}"
-    return OUTSIDE if name in PHASES or step_number(name) is not None or parse_tag(name) else name
+    return OUTSIDE if is_division(name) else name
 
 
 def share(part: int, whole: int) -> float:

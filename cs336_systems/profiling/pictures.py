@@ -5,7 +5,7 @@ Text is not converted to paths, and the same numbers give the same bytes.
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import plot_text, printable
-from cs336_systems.profiling.flame import Flame, Frame, clocks, flames
+from cs336_systems.profiling.flame import Frame, clocks, flames
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
+from cs336_systems.profiling.timeline import Sort, timeline
 from cs336_systems.profiling.trace import Trace
 
 # Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
@@ -107,41 +108,38 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
     for name, clock in clocks(trace, stem).items():
         title = f"Where rank {trace.rank} of {trace.world_size} spends its time: {CLOCK[clock]}"
         paths.append(folder / f"{name}.svg")
-        save(draw_flames(flames(trace, clock, collapse_blocks=True), title), paths[-1], title)
+        threads, steps = flames(trace, clock, collapse_blocks=True), timeline(trace).step_count or 1
+        save(draw_flames(threads, title, steps, clock), paths[-1], title)
     return paths
 
 
 @rc_context(STYLE)
-def draw_flames(threads: list[Flame], title: str) -> Figure:
-    """Picture of some threads of one rank, one below the other, all to the same scale: width is time, and a frame is
-    below the one that it ran in. Frames too narrow to see are not drawn, but the numbers in the tooltips include
-    them."""
-    device = any(flame.clock == "device" for flame in threads)
-    totals = [flame.root.total() for flame in threads] or [1]
-    whole, what = (sum(totals), "all kernels") if device else (totals[0], "the main thread")
+def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = "cpu") -> Figure:
+    """Picture of some threads of one rank, one below the other, all to the same scale: width is time in a step, and a
+    frame is below the one that it ran in. Frames too narrow to see are only counted in the tooltips of those around."""
+    totals = [root.total for root in threads] or [1]
+    whole, what = (sum(totals), "all kernels") if clock == "device" else (totals[0], "the main thread")
     boxes, tops, paints, end = list[Box](), list[int](), set[str](), 0
-    for flame in threads:
+    for root in threads:
         tops.append(end)
-        for frame, left, row, total in _layout(flame.root):
-            if total / max(totals) * WIDTH < 0.5:
+        for frame, left, row in _layout(root):
+            if frame.total / max(totals) * WIDTH < 0.5:
                 continue
             paints.add(frame.paint)
             fill = PALE.get(frame.paint, "#DEDEDE") if frame.is_operator else FLAME_FILLS[frame.paint]
-            time, share = f"{total / flame.steps / 1e6:.4g} ms", total / whole
-            own = frame.self_time / flame.steps / 1e6
-            tip = f"{frame.name}\n{time}, {share:.2%} of {what}; {own:.4g} ms itself"
-            labels = (f"{frame.name} {time} ({share:.1%})", frame.name, EXTRAS.sub("", frame.name))
-            place = left / flame.steps / 1e6, total / flame.steps / 1e6, tops[-1] + row
-            boxes.append(Box(*place, fill, tip, labels, "white"))
+            name, share = frame.name, frame.total / whole
+            begin, width, own = (time / steps / 1e6 for time in (left, frame.total, frame.self_time))
+            tip = f"{name}\n{width:.4g} ms, {share:.2%} of {what}; {own:.4g} ms itself"
+            labels = (f"{name} {width:.4g} ms ({share:.1%})", name, EXTRAS.sub("", name))
+            boxes.append(Box(begin, width, tops[-1] + row, fill, tip, labels, "white"))
             end = max(end, tops[-1] + row + 1)
         end += 1
     figure = page(130 + ROW * end)
     axes = figure.subplots()
-    steps = threads[0].steps if threads else 1
     axes.set(xlim=(0, max(totals) / steps / 1e6), ylim=(max(1, end) - 0.5, -0.5))
     mean = f", mean of {steps} steps" if steps > 1 else ""
     axes.set_xlabel(f"time in ms{mean}; backward lies below the modules whose forward made it")
-    axes.set_yticks(tops, labels=[plot_text(flame.root.name) for flame in threads])
+    axes.set_yticks(tops, labels=[plot_text(root.name) for root in threads])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     draw_boxes(axes, boxes)
@@ -151,19 +149,15 @@ def draw_flames(threads: list[Flame], title: str) -> Figure:
     return figure
 
 
-def _layout(root: Frame) -> list[tuple[Frame, int, int, int]]:
-    """Every frame with its place, in nanoseconds from the left and rows from the top, and its time; the root first."""
-    totals: dict[int, int] = {}
-    for frame in reversed([stack[-1] for stack, _ in root.stacks()]):  # children before parents
-        totals[id(frame)] = frame.self_time + sum(totals[id(child)] for child in frame.children.values())
-    places, todo = [], [(root, 0, 0)]
+def _layout(root: Frame) -> Iterator[tuple[Frame, int, int]]:
+    """Every frame with its place, in nanoseconds from the left and rows from the top; the root first."""
+    todo = [(root, 0, 0)]
     while todo:
-        frame, left, row = todo.pop()
-        places.append((frame, left, row, totals[id(frame)]))
+        yield (place := todo.pop())
+        frame, left, row = place
         for child in frame.children.values():
             todo.append((child, left, row + 1))
-            left += totals[id(child)]
-    return places
+            left += child.total
 
 
 def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
@@ -220,7 +214,7 @@ def draw_memory(memory: MemoryTimeline, title: str) -> Figure:
     for phase in memory.phases:
         axes.axvline((phase.start - start) / 1e6, color=GREY, linewidth=0.6, linestyle=":")
     axes.axhline(peak / 1024**power, color=INK, linewidth=1, linestyle="--")
-    parts = f"peak {peak:,} bytes\nat {(memory.peak_time - start) / 1e6:.2f} ms"
+    parts = f"peak {peak:,} bytes\nat {(memory.times[memory.peak_index] - start) / 1e6:.2f} ms"
     figure.legend(handles=areas[::-1], title=parts, **LEGEND, loc="outside right upper")
     peaks = memory.phase_peaks().items()
     phases = [Patch(color=PAINTS[name], label=f"{name} {format_bytes(memory.totals[index])}") for name, index in peaks]

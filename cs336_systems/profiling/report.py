@@ -11,8 +11,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.console import LiteralConsole, os_errors
 from cs336_systems.host.text import printable
 from cs336_systems.profiling.flame import write_flame
-from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.memory_table import memory_markdown
+from cs336_systems.profiling.memory import memory_markdown, memory_timeline
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.tables import render_markdown, show

@@ -11,7 +11,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
 from cs336_systems.profiling.names import PHASES
-from cs336_systems.profiling.operators import Sort, collective_rows, device_rows, kernel_rows, op_rows
+from cs336_systems.profiling.operators import collective_rows, device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import EARLIER, Trace, once
 
@@ -102,8 +102,8 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
 
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
-    mine = traces[0]
-    sort, clock = sort_of(mine), MEASURED[sort_of(mine)]
+    mine, sort = traces[0], timeline(traces[0]).clock
+    clock = MEASURED[sort]
     lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
     lines += [f"- {markdown_text(line)}" for line in share_lines(mine)]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
@@ -128,8 +128,7 @@ def render_markdown(traces: Sequence[Trace]) -> str:
 
 def show(traces: Sequence[Trace], console: Console) -> None:
     """Print the main tables: the first rank's operators and parts, the breakdown, and the ranks compared."""
-    mine = traces[0]
-    sort = sort_of(mine)
+    mine, sort = traces[0], timeline(traces[0]).clock
     console.print(_about(traces))
     rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
     operators = Table.of(
@@ -142,11 +141,6 @@ def show(traces: Sequence[Trace], console: Console) -> None:
         console.print(line, markup=False)
 
 
-def sort_of(trace: Trace) -> Sort:
-    """The clock of the tables: the device's if an operator launched anything there."""
-    return "device" if timeline(trace).on_device else "cpu"
-
-
 def _about(traces: Sequence[Trace]) -> str:
     mine, steps = traces[0], traces[0].ours.get("steps")
     over = f"Times are sums over {steps} steps" if steps and steps > 1 else "Times are of all that was profiled"
@@ -154,7 +148,7 @@ def _about(traces: Sequence[Trace]) -> str:
 
 
 def _parts_table(trace: Trace) -> Table:
-    note = f"In milliseconds of {MEASURED[sort_of(trace)]}. Each nanosecond is in one row only."
+    note = f"In milliseconds of {MEASURED[timeline(trace).clock]}. Each nanosecond is in one row only."
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 
@@ -178,7 +172,7 @@ def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
     """The ranks compared, if there are several: phases, operators by self time, parts, collectives, and kernels."""
     if len(traces) < 2:
         return []
-    clock = "device" if "device" in map(sort_of, traces) else "cpu"
+    clock = "device" if any(timeline(trace).clock == "device" for trace in traces) else "cpu"
 
     def of(rows: Callable[[Trace], Iterable[Any]], field: str = "total") -> dict[int, list[tuple[str, int]]]:
         return {trace.rank: [(row.name, getattr(row, field)) for row in rows(trace)] for trace in traces}

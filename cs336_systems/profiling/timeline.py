@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,16 +20,18 @@ from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import (
     COMMUNICATION,
     ENGINE,
+    MOST_MODULES,
     PHASES,
     around,
-    entered,
     is_collective,
+    is_division,
     parse_tag,
     step_number,
 )
 from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
 
+Sort = Literal["cpu", "device"]
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
 GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # prefixes of the rows of kernels that no operator launched
@@ -50,8 +52,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
     def score(lane: Lane) -> tuple[int, bool, int, int]:
         """The main thread has the most steps, phases and modules; else it is Linux's first thread, else the busiest."""
         names = [span.name for span in lanes[lane] if span.category == "user_annotation"]
-        ours = sum(name in PHASES or step_number(name) is not None or parse_tag(name) is not None for name in names)
-        return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
+        return sum(map(is_division, names)), lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
 
     main = max((lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)), key=score, default=None)
     found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
@@ -80,7 +81,7 @@ class Timeline:
     nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
     busy: list[Node]  # those of the threads that compute, without Python frames
     apart: dict[Lane, str]  # the lanes that move data between ranks, by role
-    on_device: bool  # something ran on a GPU, so that `Node.time` is the device's time
+    clock: Sort  # of `Node.time` and the tables: the device's if an operator launched anything there
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
@@ -100,29 +101,29 @@ def timeline(trace: Trace) -> Timeline:
     apart = {lane: role for lane, role in roles(trace).items() if role.startswith((COMMUNICATING, IN_FLIGHT))}
     computing = [node for node in nodes if node.span.lane not in apart]
     busy = [node for node in computing if node.span.category != FRAME] + unowned
-    on_device = any(node.kernels for node in busy)
-    _share_out(nodes)
+    clock: Sort = "device" if any(node.kernels for node in busy) else "cpu"
     _subtract_engine(computing, roles(trace))
     for event, owner in allocations(trace, trace.memory_device):
         if owner := owner.outer if owner and owner.span.category == FRAME else owner:
             owner.nbytes += event.nbytes
     for node in reversed(busy):
-        node.time = node.device_self if on_device else node.busy
+        node.time = node.device_self if clock == "device" else node.busy
         node.launched, node.allocated = node.launched + node.device_self, node.allocated + node.nbytes
         if node.outer is not None:
             node.outer.launched += node.launched
             node.outer.allocated += node.allocated
-    return Timeline(nodes, busy, apart, on_device, steps, phases or _implied_phases(nodes))
+    return Timeline(nodes, busy, apart, clock, steps, phases or _implied_phases(nodes))
 
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
-    """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
+    """All spans of CPU threads with phase, direction, modules and, except Python frames, own time; parents first."""
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:
             node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
+            node.outer = up.outer if up.span.category == FRAME else up
         elif node.span.lane in engines:
             # Autograd's thread on a GPU works during the phases of the thread that waits for it.
             node.phase = phase_at(phases, node.span.start)
@@ -138,6 +139,12 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
                 modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
             node.direction, node.modules = "backward", modules
+        if node.span.category != FRAME:
+            node.busy, node.collective = node.duration, is_collective(node.span.name)
+            if node.outer is not None:
+                node.collective |= node.outer.collective
+                node.outer.busy -= node.duration
+                node.outer.inner += 1
     return nodes
 
 
@@ -185,7 +192,7 @@ def _enter(node: Node) -> None:
         # Recomputation enters modules again, inside another module's backward.
         outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
-        node.direction, node.modules = "forward", entered(outer, found)
+        node.direction, node.modules = "forward", (*outer, found)[:MOST_MODULES]
 
 
 def _implied_phases(nodes: list[Node]) -> list[Span]:
@@ -196,19 +203,6 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
         spans = [node.span for node in group]
         found.append(spans[0]._replace(name=phase, end=max(span.end for span in spans)))
     return found
-
-
-def _share_out(nodes: list[Node]) -> None:
-    """Give every node its own nanoseconds, except Python frames."""
-    for node in nodes:
-        up = node.parent
-        node.outer = None if up is None else up.outer if up.span.category == FRAME else up
-        if node.span.category != FRAME:
-            node.busy, node.collective = node.duration, is_collective(node.span.name)
-            if node.outer is not None:
-                node.collective |= node.outer.collective
-                node.outer.busy -= node.duration
-                node.outer.inner += 1
 
 
 def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:

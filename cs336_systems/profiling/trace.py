@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular
 from cs336_systems.profiling.fields import ARGS, IDS, MEMORY, NAME, OURS, about_rank, check, checked, slim
 from cs336_systems.profiling.intervals import pack
@@ -31,6 +32,8 @@ K = TypeVar("K")
 P = ParamSpec("P")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
+Flow = tuple[str, str, Any]  # an arrow's category, name and number
+Ends = list[list[Place]]  # where it begins, and where it ends
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
 EARLIER = "launched before the profile"  # category of such kernels, which no table counts
@@ -78,13 +81,13 @@ class Trace:
 
     spans: list[Span]  # in order of start, the longer first
     allocations: list[Allocation]
-    links: dict[Place, Place]  # from an operator of backward to the operator of forward that it belongs to
+    flows: dict[Flow, Ends]  # arrows: from a call to its kernel, from an operator of forward to backward's
     threads: dict[Lane, str]
     rank: int
     world_size: int
     host: str
     ours: dict[str, Any]  # what `Capture` added
-    chrome: dict[str, Any]  # the rest of the file's JSON, without events that are spans or allocations
+    chrome: dict[str, Any]  # the rest of the file's JSON; `read_trace` drops its events, which are all in the above
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
 
@@ -92,6 +95,12 @@ class Trace:
     def annotated(self) -> list[Span]:
         """The annotations: spans that a program named, ours among them."""
         return [span for span in self.spans if span.category == "user_annotation"]
+
+    @cached_property
+    def links(self) -> dict[Place, Place]:
+        """From an operator of backward to the operator of forward that it belongs to."""
+        ends = [both for (category, *_), both in self.flows.items() if category == "fwdbwd" and all(both)]
+        return {targets[-1]: sources[-1] for sources, targets in ends}
 
     @property
     def memory_device(self) -> str:
@@ -152,21 +161,18 @@ def uncollected() -> Iterator[None]:
 def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is not JSON,
     or cut short."""
-    size, text, problem = 0, "", ""
+    problem, text = "", ""
 
     def no_number(name: str) -> float:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
 
-    try:
+    with os_errors(f"read the trace {path}"):
         data = regular(path).read_bytes()
-        size = len(data)
+    try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
-        del data
         found = json.loads(text, strict=False, parse_constant=no_number, object_hook=hook)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        problem = f"is cut short or damaged: {size} bytes that are no whole gzip"
-    except OSError as error:
-        raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
+        problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
     except json.JSONDecodeError as error:
         problem = f"is cut short: its JSON stops after {len(text)} characters"
         if not text.startswith("{") or (error.pos < len(text) and text.endswith("}")):
@@ -204,21 +210,13 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
 def read_trace(path: Path) -> Trace:
     """Read one rank's trace. Raises UserError for a file that is no trace."""
     trace = parse(read_json(path, slim()), path)
-    events = trace.chrome["traceEvents"]
-    # The rest is in spans and allocations.
-    events[:] = [each for each in events if type(each) is dict and each["ph"] in ("s", "t", "f")]
+    trace.chrome["traceEvents"].clear()
     return trace
-
-
-def time_of(event: dict[str, Any], base: int) -> int:
-    """Nanoseconds since the epoch at which an event begins, in a JSON whose clock starts at `base`."""
-    return base + round(1000 * event.get("ts", 0))
 
 
 def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for fields that are missing or of another type."""
-    spans, allocations, threads = [], [], {}
-    ends: dict[Any, dict[str, Place]] = {}
+    spans, allocations, threads, flows = [], [], {}, dict[Flow, Ends]()
     lanes: dict[Lane, Lane] = {}
     number, usual = 0, set[tuple[type, ...]]()
     try:
@@ -240,17 +238,16 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
             elif phase == "M" and name == "thread_name":
                 check(args, {"name": NAME})
                 threads[lane] = args["name"]
-            elif phase in ("s", "f") and category == "fwdbwd":
-                ends.setdefault(event["id"], {})[phase] = (lane, time)
+            elif phase in ("s", "t", "f"):
+                flows.setdefault((category, name, event.get("id")), [[], []])[phase != "s"].append((lane, time))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         what = f"event {number} lacks or garbles a field" if number else "a field of its head is garbled"
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} is no trace of torch.profiler: {what} ({why})") from None
-    links = {each["f"]: each["s"] for each in ends.values() if len(each) == 2}
     spans = sorted(_earlier_apart(_posted_apart(spans)), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
     rank, world, host = info.get("rank", 0), info.get("world_size", 1), chrome.get("host_name", "")
-    return Trace(spans, allocations, links, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
+    return Trace(spans, allocations, flows, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
 
 
 def _posted_apart(spans: list[Span]) -> list[Span]:
@@ -281,10 +278,11 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces of all ranks in a folder, by rank. Raises UserError if there is none."""
+    """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if none."""
     name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
     found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
-    if not found:
+    foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
+    if not found and not foreign:
         how = "make some with benchmarks/profiling_run.py --out"
         raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
-    return [found[rank] for rank in sorted(found)]
+    return [found[rank] for rank in sorted(found)] or foreign

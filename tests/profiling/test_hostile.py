@@ -12,8 +12,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.__main__ import read_ranks
 from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.flame import collapsed, flames
-from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.memory_table import memory_markdown
+from cs336_systems.profiling.memory import memory_markdown, memory_timeline
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.pictures import draw_flames, draw_memory
@@ -49,7 +48,7 @@ EACH += [("traceEvents", number, "args") for number in (1, 2, 5)] + [("distribut
 def report(found: Trace, path: Path) -> None:
     """All that is made of a trace, but for its pictures."""
     write_json(merge([found]), path)
-    tables = render_markdown([found]) + overlap_table([found]).markdown() + collapsed(flames(found))
+    tables = render_markdown([found]) + overlap_table([found]).markdown() + collapsed(0, flames(found))
     (tables + memory_markdown(found, memory_timeline(found))).encode()
 
 

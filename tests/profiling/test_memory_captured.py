@@ -14,10 +14,9 @@ from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
 from cs336_systems.profiling import Capture, read_trace
 from cs336_systems.profiling.labels import held_by
-from cs336_systems.profiling.memory import CATEGORIES, memory_timeline
-from cs336_systems.profiling.memory_table import largest, memory_markdown
+from cs336_systems.profiling.memory import CATEGORIES, largest, memory_markdown, memory_timeline
 from cs336_systems.profiling.pictures import write_memory_picture
-from tests.profiling.test_memory_timeline import phase_peaks
+from tests.profiling.test_memory_timeline import levels, phase_peaks
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -56,16 +55,16 @@ def test_a_real_steps_bytes_are_those_of_its_tensors(run):
     ends = [each.end for each in found.phases if each.name == "backward"]
     assert len(ends) == 2
     for end in ends:
-        level = found.levels[found.highest_in(end, end)]
+        level = levels(found)[found.highest_in(end, end)]
         assert level["gradients"] == sizes.gradients == sizes.parameters
         assert level["parameters"] == sizes.parameters
         assert level["optimizer state"] == sizes.state
-    for level in found.levels:
+    for level in levels(found):
         assert level["parameters"] == sizes.parameters
         assert level["optimizer state"] == sizes.state
-    last = found.levels[-1]
+    last = levels(found)[-1]
     assert (last["gradients"], last["activations"]) == (0, 0)
-    start = found.levels[0]
+    start = levels(found)[0]
     assert last == start  # parameters, the optimizer's state and what the test holds, the tokens for example
     assert start["other"] >= tensor_bytes([run.tokens])
 
@@ -80,7 +79,7 @@ def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
     assert found.totals[-1] == level
     assert (
         sum(found.at_peak.values())
-        == sum(block.nbytes for block in found.blocks if block.alive(found.peak_time))
+        == sum(block.nbytes for block in found.blocks if block.alive(found.peak_index))
         == highest
     )
     peaks = phase_peaks(found)

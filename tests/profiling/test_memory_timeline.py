@@ -4,8 +4,14 @@ import copy
 from collections.abc import Iterable
 
 from cs336_systems.profiling import Trace
-from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
-from cs336_systems.profiling.memory_table import filling_peak, largest, memory_markdown
+from cs336_systems.profiling.memory import (
+    CATEGORIES,
+    MemoryTimeline,
+    filling_peak,
+    largest,
+    memory_markdown,
+    memory_timeline,
+)
 from cs336_systems.profiling.pictures import thin, write_memory_picture
 from cs336_systems.profiling.trace import parse
 from tests.support.chrome_events import event as chrome_event
@@ -41,6 +47,11 @@ def phase_peaks(memory: MemoryTimeline, step: int | None = None) -> dict[str, in
     return {name: memory.totals[index] for name, index in indices.items()}
 
 
+def levels(memory: MemoryTimeline) -> list[dict[str, int]]:
+    """Bytes by category at the start and after every event."""
+    return [dict(zip(CATEGORIES, amounts, strict=True)) for amounts in memory.amounts]
+
+
 def peak_in(memory: MemoryTimeline, start: int, end: int) -> int:
     return memory.totals[memory.highest_in(start, end)]
 
@@ -67,7 +78,7 @@ def test_levels_phases_and_peak_of_a_step_made_by_hand():
     assert found.device == "cpu"
     assert found.totals[0] == 107
     assert found.peak == 107 + 40 + 60 + 30 + 25
-    assert found.peak_time == 500
+    assert found.times[found.peak_index] == 500
     assert found.at_peak == {
         "parameters": 100,
         "gradients": 30,
@@ -77,8 +88,8 @@ def test_levels_phases_and_peak_of_a_step_made_by_hand():
     }
     assert found.totals == [107, 147, 207, 237, 262, 237, 197, 137, 217, 187]
     assert found.times == [0, 100, 200, 400, 500, 550, 600, 650, 750, 900]
-    assert found.levels[-1]["optimizer state"] == 80
-    assert found.levels[-1]["gradients"] == 0
+    assert levels(found)[-1]["optimizer state"] == 80
+    assert levels(found)[-1]["gradients"] == 0
     expected = {"forward": 207, "backward": 262, "optimizer": 217}
     assert phase_peaks(found) == phase_peaks(found, 0) == expected
 
@@ -110,7 +121,7 @@ def test_a_mark_colours_only_the_block_that_is_alive_then():
         made([span("forward", 0, 1000), *events], marks=[[350, "gradients", 64], [450, "gradients", 64]])
     )
     assert [block.category for block in found.blocks] == ["activations", "gradients", "activations"]
-    assert [block.alive(350) for block in found.blocks] == [False, True, False]
+    assert [block.alive(found.times.index(300)) for block in found.blocks] == [False, True, False]
     # Marked later, when it is somebody else's, or as something unknown.
     marks = [[200, "gradients", 64], [320, "no such thing", 64], [340, "optimizer state", 64], [350, "gradients", 64]]
     found = memory_timeline(made([span("forward", 0, 1000), *events], marks=marks))
@@ -131,7 +142,7 @@ def test_memory_whose_address_is_used_again_was_freed_unseen():
         assert found.totals == [150, 150 + nbytes - gone], address
     found = memory_timeline(made([event(10, 64, 8), event(20, 64, 16), event(30, 64, -16)]))
     assert found.totals == [0, 8, 16, 0]
-    assert found.blocks[0].end == 20
+    assert found.times[found.blocks[0].last] == 20
 
 
 def test_memory_freed_without_an_allocation_was_there_from_the_start():
@@ -139,7 +150,7 @@ def test_memory_freed_without_an_allocation_was_there_from_the_start():
     found = memory_timeline(made([event(10, 50, 7), event(20, 2, -30), event(30, 1, -100)], held))
     assert found.totals == [130, 137, 107, 7]
     assert found.totals[0] == 130
-    assert found.levels[0] == {"parameters": 0, "gradients": 100, "optimizer state": 0, "activations": 0, "other": 30}
+    assert levels(found)[0] == {"parameters": 0, "gradients": 100, "optimizer state": 0, "activations": 0, "other": 30}
     # An earlier profile of the same process left it another size in torch's books: what was held counts.
     assert memory_timeline(made([event(30, 1, -64)], held)).totals == [100, 0]
 
@@ -159,7 +170,7 @@ def test_on_a_gpu_the_allocators_sum_rules():
     assert found.totals == [4096, 4608, 4096, 3072, 5120, 4608]  # to the byte what max_memory_allocated saw
     assert found.peak == 5120
     assert found.totals[0] == 4096
-    assert found.levels[0] == {
+    assert levels(found)[0] == {
         "parameters": 1000,
         "gradients": 100,
         "optimizer state": 0,

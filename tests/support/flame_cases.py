@@ -120,5 +120,5 @@ def on_a_gpu():
 
 def stacks(threads):
     """{stack without the rank's name: nanoseconds}."""
-    lines = [line.rpartition(" ") for line in collapsed(threads).splitlines()]
+    lines = [line.rpartition(" ") for line in collapsed(0, threads).splitlines()]
     return {stack.partition(" ")[2].partition(" ")[2]: int(own) for stack, _, own in lines}

@@ -36,14 +36,14 @@ def bridge(traces: Sequence[Trace], folder: Path) -> dict[int, Path]:
 
 
 def project(trace: Trace) -> dict[str, Any]:
-    """The Chrome-trace JSON of a CPU trace with its work as kernels. A GPU's trace stays what it is, but for the steps
-    and the rank."""
+    """The Chrome-trace JSON of a CPU trace with its work as kernels. A GPU's spans stay what they are, but for the
+    steps."""
     first = min((span.start for span in trace.spans), default=trace.base)
     chrome = {key: value for key, value in trace.chrome.items() if key != "traceEvents"}
     chrome["distributedInfo"] = {"backend": "nccl", "rank": trace.rank, "world_size": trace.world_size}
     if any(span.category == "kernel" for span in trace.spans):  # HTA can read it as it is
         spans = [_event(span, trace.base) for span in trace.spans]
-        return chrome | {"traceEvents": [*spans, *trace.chrome["traceEvents"], *_steps(trace, trace.base)]}
+        return chrome | {"traceEvents": [*spans, *_steps(trace, trace.base)]}
     hidden = COMMUNICATION.match
     events = [_event(span, first) for span in trace.spans if span.category in HOST and not hidden(span.name)]
     return chrome | {
