@@ -104,7 +104,7 @@ def check(
     with clean_torch():
         for case in cases:
             own = build is not None and case.name in BUILT
-            want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
+            want = reference(_expected(case), ranks) if own else _reference(case.name, chosen.kind, ranks)
             if case.name in found:
                 report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
