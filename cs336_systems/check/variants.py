@@ -4,6 +4,7 @@ Variants are made around the student's own code. A test runs on every rank; it i
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from cs336_systems.check.candidates import accepted, load_file
 from cs336_systems.check.foreign import exchange
-from cs336_systems.check.functions import BrokenPromiseError, first_errors
-from cs336_systems.check.report import FAILED, RIGHT, WRONG, Report, Verdict
+from cs336_systems.check.functions import probe
+from cs336_systems.check.ranks import BrokenPromiseError
+from cs336_systems.check.report import FAILED, RIGHT, WRONG, Report
 from cs336_systems.comm import Group, current_place
 from cs336_systems.errors import UserError
 
@@ -40,14 +42,14 @@ def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks:
 
     subjects = {OWN: right} | {each: make(right) for each, make in VARIANTS[name].items()}
     report = Report(path.name, f"tests of {name}", ranks, how="run on your file and on broken variants of it")
-    probes = {each: partial(run, subject) for each, subject in subjects.items()}
-    for case, error in first_errors(name, probes, ranks, timeout).items():
-        told = error.removeprefix(f"{BrokenPromiseError.__name__}: ")
-        if case == OWN:
-            report.verdicts.append(Verdict(case, FAILED if error else RIGHT, told))
+    probe(report, {each: partial(run, subject) for each, subject in subjects.items()}, timeout)
+    for i, each in enumerate(report.verdicts):
+        fails = each.status != RIGHT
+        if each.name == OWN:
+            report.verdicts[i] = replace(each, status=FAILED if fails else RIGHT)
         else:
-            says = told.partition(": ")[0] if error else "all tests pass, although it is broken"
-            report.verdicts.append(Verdict(case, RIGHT if error else WRONG, says))
+            says = each.says.partition(": ")[0] if fails else "all tests pass, although it is broken"
+            report.verdicts[i] = replace(each, status=RIGHT if fails else WRONG, says=says)
     return report
 
 
