@@ -46,7 +46,7 @@ class ObservedRun(Run):
     case: Any = None
     bare: Any = None  # the module itself
     notes: Notes = field(default_factory=Notes)
-    number: int = 0  # of the step
+    number: int = -1  # of the step; -1 before the first
 
     def __post_init__(self) -> None:
         self.data, self.part, self.criterion = self.case.data, self.case.part, self.case.criterion
@@ -65,14 +65,14 @@ class ObservedRun(Run):
     def optimizer_state(self) -> Any:
         return self.optimizer.state_dict()
 
-    def note(self, kind: str, tensors: dict[str, Tensor], step: int | None = None) -> None:
+    def note(self, kind: str, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self.notes.add(self.number if step is None else step, kind, name, tensor)
+            self.notes.add(self.number, kind, name, tensor)
 
     def observed(self) -> Iterator[None]:
         """Run the case's program, and note what it begins with and the buffers at its end."""
-        self.note("buffer", dict(self.bare.named_buffers()), step=-1)
-        self.note("weight", self.weights(), step=-1)
+        self.note("buffer", dict(self.bare.named_buffers()))
+        self.ended()
         yield from self.case.program(self)
         self.note("buffer", dict(self.bare.named_buffers()))
 
@@ -88,8 +88,11 @@ class ObservedRun(Run):
         self.note("part", {name: g - before[name] if name in before else g for name, g in self.gradients().items()})
 
     def step(self) -> None:
-        """An update, and the weights after it."""
         super().step()
+        self.ended()
+
+    def ended(self) -> None:
+        """Note the weights that a step begins with, or has updated."""
         self.note("weight", self.weights())
         self.number += 1
 

@@ -73,10 +73,9 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
     tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
     faulthandler.disable()  # a rank that gloo aborts has told why
-    sink = os.open(folder / f"output-{place.rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stderr = sink = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(sink.fileno(), 1)
+    os.dup2(sink.fileno(), 2)
     tell_environment(place)
     for number, case in enumerate(cases):
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 1)
@@ -215,6 +214,5 @@ class CandidateRun(ObservedRun):
         loss = self.candidate.step(**accepted(self.candidate.step, {name: given[i] for name, i in BATCH.items()}))
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.note("loss", {"": loss})
-        self.note("weight", self.weights())
         self.optimizer.zero_grad()
-        self.number += 1
+        self.ended()
