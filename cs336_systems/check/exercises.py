@@ -153,26 +153,19 @@ def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks:
     return report
 
 
-def _ring(change: Callable[..., object], all_reduce: Callable[..., Any]) -> Callable[..., None]:
-    """An all-reduce whose result is changed, by a function of it, of what the rank had, of rank and world."""
+def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: int = 1) -> Callable[..., None]:
+    """An all-reduce whose result is changed, by a function of it, of what the rank had, of rank and world, and which
+    sends every piece so many times."""
 
     def broken(flat: Tensor, exchange: Any, rank: int, world: int) -> None:
-        own = flat.clone()
-        all_reduce(flat, exchange, rank, world)
-        change(flat, own, rank, world)
-
-    return broken
-
-
-def _sent_twice(all_reduce: Callable[..., Any]) -> Callable[..., None]:
-    """An all-reduce that is right and sends every piece once more than it needs."""
-
-    def broken(flat: Tensor, exchange: Any, rank: int, world: int) -> None:
-        def twice(piece: Tensor, into: Tensor) -> None:
-            exchange(piece.clone(), into.clone())
+        def send(piece: Tensor, into: Tensor) -> None:
+            for _ in range(times - 1):
+                exchange(piece.clone(), into.clone())
             exchange(piece, into)
 
-        all_reduce(flat, twice, rank, world)
+        own = flat.clone()
+        all_reduce(flat, send, rank, world)
+        change(flat, own, rank, world)
 
     return broken
 
@@ -213,11 +206,12 @@ def _unsent(what: str, cls: Any) -> Any:
 
 VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "ring": {
-        "the mean, not the sum": partial(_ring, lambda flat, own, rank, world: flat.div_(world)),
-        "rank 1 keeps its own": partial(_ring, lambda flat, own, rank, world: rank == 1 and flat.copy_(own)),
+        "the mean, not the sum": partial(_ring, change=lambda flat, own, rank, world: flat.div_(world)),
+        "rank 1 keeps its own": partial(
+            _ring, change=lambda flat, own, rank, world: rank == 1 and flat.copy_(own)),
         "what does not divide evenly is left out": partial(
-            _ring, lambda flat, own, rank, world: flat[(cut := len(flat) // world * world):].copy_(own[cut:])),
-        "every piece is sent twice": _sent_twice,
+            _ring, change=lambda flat, own, rank, world: flat[(cut := len(flat) // world * world):].copy_(own[cut:])),
+        "every piece is sent twice": partial(_ring, change=lambda *_: None, times=2),
     },
     "naive-ddp": {
         "gradients are summed": partial(_ddp, lambda new, own, p: new.mul_(current_place().world_size), 0),

@@ -75,13 +75,9 @@ class Report:
 
 
 def check(
-    wrap: Any,
-    build: Callable[[], Any] | None = None,
-    kind: str | None = None,
-    ranks: int = 2,
-    timeout: float = 5.0,
+    wrap: Any, build: Callable[[], Any] | None = None, kind: str | None = None, ranks: int = 2, timeout: float = 5.0,
     only: tuple[str, ...] = (),
-) -> Report:
+) -> Report:  # fmt: skip
     """Compare a parallel run with one process, in double precision, on forked ranks of this machine's CPU.
 
     `wrap`: a class or function of a module (ddp, fsdp, tensor-parallel), a sharded optimizer's class, a training step,
@@ -103,9 +99,9 @@ def check(
     found = run_cases(chosen, cases, ranks, timeout)  # before this process computes: it forks
     with clean_torch():
         for case, notes in found:
-            own = build is not None and case.name in BUILT
-            want = reference(_expected(case), ranks) if own else _reference(case.name, chosen.kind, ranks)
-            report.verdicts += _judge(Evidence(_expected(case), want, notes))
+            own, case = build is not None and case.name in BUILT, _expected(case)
+            want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
+            report.verdicts += _judge(Evidence(case, want, notes))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
         if each.name not in TRAINING and each.cause in known:
