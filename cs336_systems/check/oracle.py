@@ -70,11 +70,18 @@ class ObservedRun(Run):
             self.notes.add(self.number, kind, name, tensor)
 
     def observed(self) -> Iterator[None]:
-        """Run the case's program, and note what it begins with and the buffers at its end."""
+        """Run the case's program; note what it begins with, synchronised gradients, and the buffers at its end."""
         self.note("buffer", dict(self.bare.named_buffers()))
         self.ended()
-        yield from self.case.program(self)
+        for _ in self.case.program(self):
+            self.synchronise()
+            yield
+            self.note("gradient", self.gradients())
         self.note("buffer", dict(self.bare.named_buffers()))
+
+    def synchronise(self) -> None:
+        """Note this rank's own gradients, which become the mean in lock step."""
+        self.note("local", self.gradients())
 
     def loss(self, step: int, **options: Any) -> Tensor:
         loss = super().loss(step, **options)
@@ -117,18 +124,13 @@ class ObservedRun(Run):
 def in_lock_step(runs: Sequence[Any], program: Program, weights: Sequence[float] = ()) -> None:
     """Run a program on replicas; where it yields, each gradient becomes the mean over them, in which each replica has
     its weight, by default 1."""
-    observed = [run for run in runs if isinstance(run, ObservedRun)]
     for _ in zip_longest(*(program(run) for run in runs)):
-        for run in observed:
-            run.note("local", run.gradients())
         for same in zip(*(run.model.parameters() for run in runs), strict=True):
             weighted = zip(same, weights or [1.0] * len(same), strict=True)
             ours = [p.grad * weight for p, weight in weighted if p.grad is not None]
             mean = sum(ours[1:], ours[0]) / len(same) if ours else None
             for p in same:
                 p.grad = None if mean is None else mean.clone()
-        for run in observed:
-            run.note("gradient", run.gradients())
 
 
 def reference(case: Any, world: int) -> list[Notes]:

@@ -98,9 +98,10 @@ def _noted(path: Path, notes: Notes) -> Iterator[None]:
         notes.error = notes.error or line_of(error)
         raise
     finally:
-        head = [notes.error, [[*key, list(tensor.shape)] for key, tensor in notes.tensors.items()]]
-        numbers = b"".join(tensor.numpy().tobytes() for tensor in notes.tensors.values())
-        path.write_bytes(json.dumps(head, allow_nan=False).encode() + b"\n" + numbers)
+        if notes.error or not path.exists():
+            head = [notes.error, [[*key, list(tensor.shape)] for key, tensor in notes.tensors.items()]]
+            numbers = b"".join(tensor.numpy().tobytes() for tensor in notes.tensors.values())
+            path.write_bytes(json.dumps(head, allow_nan=False).encode() + b"\n" + numbers)
 
 
 def _read(path: Path) -> Notes:
@@ -132,8 +133,7 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=module, notes=notes)
     run.candidate, run.group, run.shapes = candidate, group, shapes
     for _ in run.observed():
-        run.finish()
-        run.note("gradient", run.gradients())
+        pass
 
 
 def _full(x: Any) -> Any:
@@ -148,7 +148,7 @@ class CandidateRun(ObservedRun):
     group: Group
     shapes: dict[str, torch.Size]  # of the bare module's whole parameters
 
-    def finish(self) -> None:
+    def synchronise(self) -> None:
         """Synchronise as the candidate does; for an optimizer that shards its state alone, gradients are averaged."""
         if self.candidate.kind != "sharded-optimizer":
             self.candidate.finish(self.model, self.optimizer)
