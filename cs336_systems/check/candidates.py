@@ -30,13 +30,10 @@ SYNCHRONISE = (
 )  # fmt: skip
 PARALLEL = ("tensor_parallel", "tensorparallel", "sequence_parallel", "sequenceparallel")
 GIVEN = {"bucket_size_mb": 0.0005, "bucket_cap_mb": 0.0005}  # so small that there are several buckets
-ADAPTERS = {  # the course's functions: kind, what is called after backward and before a batch, and what gathers weights
-    "get_ddp_individual_parameters": ("ddp", "ddp_individual_parameters_on_after_backward", "", ""),
-    "get_ddp_bucketed": ("ddp", "ddp_bucketed_on_after_backward", "ddp_bucketed_on_train_batch_start", ""),
-    "get_ddp": ("ddp", "ddp_on_after_backward", "", ""),
-    "get_sharded_optimizer": ("sharded-optimizer", "", "", ""),
-    "get_fsdp": ("fsdp", "fsdp_on_after_backward", "", "fsdp_gather_full_params"),
-}
+ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, are named after them
+    "get_ddp_individual_parameters": "ddp", "get_ddp_bucketed": "ddp", "get_ddp": "ddp",
+    "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
+}  # fmt: skip
 GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
                  "group")  # fmt: skip
 BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
@@ -115,10 +112,8 @@ def kind_of(target: Any, name: str = "") -> str:
 def candidate(target: Any, kind: str | None = None, name: str = "", beside: ModuleType | None = None) -> Candidate:
     """A user's class or function as a candidate; the course's adapters find their other functions `beside` it."""
     name = name or getattr(target, "__name__", str(target))
-    after = start = gather = ""
-    if name in ADAPTERS and beside is not None:
-        kind, after, start, gather = ADAPTERS[name]
-    kind = kind or kind_of(target, name)
+    beside = beside if name in ADAPTERS else None
+    kind = ADAPTERS[name] if beside else kind or kind_of(target, name)
     if kind not in KINDS:
         raise UserError(f"--as {kind} does not exist; it is one of {', '.join(KINDS)}")
     if kind == "step":
@@ -126,8 +121,10 @@ def candidate(target: Any, kind: str | None = None, name: str = "", beside: Modu
         if unknown := [key for key in required if key not in BATCH]:
             raise UserError(f"{name}: what is {', '.join(unknown)}? A step's parameters are named {', '.join(BATCH)}")
         return Candidate(name, kind, partial(wrapped, lambda module: module), step=target)
-    build, find = partial(sharded if kind == "sharded-optimizer" else wrapped, target), partial(getattr, beside)
-    return Candidate(name, kind, build, find(after, synchronise), find(start, nothing), find(gather, None))
+    build, prefix = partial(sharded if kind == "sharded-optimizer" else wrapped, target), name.removeprefix("get_")
+    finish = getattr(beside, f"{prefix}_on_after_backward", synchronise)
+    before = getattr(beside, f"{prefix}_on_train_batch_start", nothing)
+    return Candidate(name, kind, build, finish, before, getattr(beside, f"{prefix}_gather_full_params", None))
 
 
 def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callable[[], Any] | None]:

@@ -25,16 +25,13 @@ class Late:
     def __init__(self, start: Callable[[], Any]) -> None:
         self._work = cache(start)  # once
 
-    def wait(self, *arguments: Any) -> Any:
-        return self._work().wait(*arguments)
-
     def is_completed(self) -> bool:
         """True once the collective has been waited for."""
         return self._work.cache_info().currsize > 0
 
-    def get_future(self) -> Any:
-        """Start the collective and return its future, on which the caller waits."""
-        return self._work().get_future()
+    def __getattr__(self, name: str) -> Any:
+        """Start the collective for whoever waits for it, or asks for its future."""
+        return getattr(self._work(), name)
 
 
 def collectives() -> dict[str, Callable[..., Any]]:
