@@ -28,8 +28,6 @@ from cs336_systems.comm import Group, broadcast, current_place
 from cs336_systems.errors import UserError
 
 OWN = "your own file"
-ALONE = ("one-f-one-b", "checkpoint")  # exercises that need one process
-RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
 
 
 def grade(
@@ -45,16 +43,15 @@ def grade(
         report = grade(name, path, ranks, timeout, only=("training",))
         return report if report.exit_code() else grade_tests(name, asked["name"], module, tests, ranks, timeout)
     if name in PROBES:
-        report = Report(name, "function", 1 if name in ALONE else ranks)
+        report = Report(name, "function", asked.get("ranks", ranks))
         probes = {each: partial(function, module) for each, function in PROBES[name].items()}
         return probe(report, probes, timeout, asked["page"])
     found = getattr(module, asked["name"])
-    if name == "ring":
-        return check(candidate(partial(_Ring, found), "ddp", "all_reduce"), None, None, ranks, timeout, only or RING)
-    chosen = candidate(found, asked["kind"], asked["name"])
+    chosen = candidate(partial(_Ring, found) if name == "ring" else found, asked["kind"], asked["name"])
     if name == "zero-2":  # it makes both, as its gradients and its optimizer's state are divided alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
-    return check(_held(chosen, asked, ranks), None, None, ranks, timeout, only)
+    only = only or tuple(asked.get("only", ()))
+    return check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
 
 
 class _Ring(Replica):
