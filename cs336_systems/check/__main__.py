@@ -43,7 +43,6 @@ def number_checks(
 ) -> list[Callable[[], Any]]:
     """Comparisons of candidates with one process, or the grading of an exercise."""
     if exercise:
-        find_exercise(exercise)
         from cs336_systems.check.exercises import grade
 
         return [partial(grade, exercise, Path(target), tests=Path(tests) if tests else None, **options)]
@@ -73,17 +72,9 @@ def number_checks(
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in, or grade TARGET, if given.")
 @click.option("--tests", metavar="FILE", help="With --exercise: tests, which broken variants of TARGET must fail.")
 def main(
-    target: str,
-    kind: str | None,
-    ranks: int,
-    timeout: float,
-    strict: bool,
-    only: tuple[str, ...],
-    types: bool,
-    exercises: bool,
-    exercise: str | None,
-    tests: str | None,
-) -> None:
+    target: str, kind: str | None, ranks: int, timeout: float, strict: bool, only: tuple[str, ...], types: bool,
+    exercises: bool, exercise: str | None, tests: str | None,
+) -> None:  # fmt: skip
     """Compare TARGET on several ranks with one process, property by property.
 
     TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.check.foreign import FOREIGN, Built, foreign
-from cs336_systems.check.oracle import Side
 from cs336_systems.check.targets import KINDS, require_target
-from cs336_systems.comm import Group, all_gather, all_reduce
+from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.zero import WRAPPERS, zero
 
@@ -31,15 +30,13 @@ SYNCHRONISE = (
 )  # fmt: skip
 PARALLEL = ("tensor_parallel", "tensorparallel", "sequence_parallel", "sequenceparallel")
 GIVEN = {"bucket_size_mb": 0.0005, "bucket_cap_mb": 0.0005}  # so small that there are several buckets
-ADAPTERS = {  # the course's functions: kind, what is called after backward and before a batch, and what gathers weights
-    "get_ddp_individual_parameters": ("ddp", "ddp_individual_parameters_on_after_backward", "", ""),
-    "get_ddp_bucketed": ("ddp", "ddp_bucketed_on_after_backward", "ddp_bucketed_on_train_batch_start", ""),
-    "get_ddp": ("ddp", "ddp_on_after_backward", "", ""),
-    "get_sharded_optimizer": ("sharded-optimizer", "", "", ""),
-    "get_fsdp": ("fsdp", "fsdp_on_after_backward", "", "fsdp_gather_full_params"),
-}
-BATCH = ("model", "module", "net", "optimizer", "opt", "loss", "criterion", "loss_fn", "inputs", "x", "tokens",
-         "targets", "y", "labels", "group")  # names that a training step's parameters may have  # fmt: skip
+ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, are named after them
+    "get_ddp_individual_parameters": "ddp", "get_ddp_bucketed": "ddp", "get_ddp": "ddp",
+    "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
+}  # fmt: skip
+GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
+                 "group")  # fmt: skip
+BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
 
 
 def nothing(model: Any, optimizer: Any) -> None:
@@ -53,18 +50,9 @@ def synchronise(model: Any, optimizer: Any) -> None:
         method()
 
 
-def average(group: Group, model: Any, optimizer: Any) -> None:
-    """Average the gradients for an optimizer that shards its state alone."""
-    for p in model.parameters():
-        if p.grad is not None:
-            flat = p.grad.detach().reshape(-1).clone()
-            all_reduce(flat, group).wait()
-            p.grad.copy_(flat.view_as(p.grad))
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """Functions that build, synchronise and read a parallel model; of kind "step", `build` is the training step."""
+    """Functions that build, synchronise and read a parallel model, or take a whole step (of kind "step")."""
 
     name: str
     kind: str
@@ -72,60 +60,8 @@ class Candidate:
     finish: Callable[[Any, Any], object] = synchronise
     before: Callable[[Any, Any], object] = nothing
     gather: Callable[[Any], dict[str, Tensor]] | None = None
+    step: Callable[..., Any] | None = None
     has_gradients: bool = True  # `.grad` is whole or can be made so; else gradients follow from updates
-
-
-class CandidateSide(Side):
-    """Whole weights and gradients of a candidate's model. All ranks must call these methods together."""
-
-    def __init__(self, candidate: Candidate, module: nn.Module, group: Group) -> None:
-        super().__init__(module)
-        self.candidate, self.group, self.model = candidate, group, module
-        self.shapes = {name: p.shape for name, p in module.named_parameters()}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Whole parameters; under tensor parallelism this rank's."""
-        gather = self.candidate.gather or getattr(type(self.model), "gather_full_params", None)
-        if self.candidate.kind == "fsdp" and gather:
-            found = {name.removeprefix("module."): p.detach() for name, p in gather(self.model).items()}
-            return {name: found[name] for name in self.shapes if name in found}
-        return {name: self._whole(name, p.detach()) for name, p in self.module.named_parameters()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients, where `.grad` has them."""
-        if not self.candidate.has_gradients or self.candidate.kind == "step":
-            return {}
-        found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in super().gradients().items()}
-        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
-        return found if is_whole else {}
-
-    def clip(self, run: Any, limit: float) -> Any:
-        """The norm, by the wrapper's own method if it has one."""
-        method = getattr(run.model, "clip_grad_norm", getattr(run.model, "clip_grad_norm_", None))
-        norm = method(limit) if method else super().clip(run, limit)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def optimizer_state(self, optimizer: Any) -> Any:
-        """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
-        if not hasattr(optimizer, "consolidate_state_dict"):
-            return optimizer.state_dict()
-        state = None
-        for rank in range(self.group.size()):
-            optimizer.consolidate_state_dict(to=rank)
-            state = optimizer.state_dict() if rank == self.group.rank() else state
-        return state
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as it is, or put together from the ranks' equal, flat shards."""
-        if hasattr(tensor, "full_tensor"):
-            return tensor.full_tensor()
-        size = self.shapes.get(name, tensor.shape).numel()
-        if self.candidate.kind != "fsdp" or tensor.numel() == size:
-            return tensor
-        every = tensor.new_zeros(self.group.size() * tensor.numel())
-        every.chunk(self.group.size())[self.group.rank()].copy_(tensor.reshape(-1))
-        all_gather(every, self.group).wait()
-        return every[:size].view(self.shapes[name])
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
@@ -156,11 +92,8 @@ def ours(name: str) -> Candidate:
     if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
         return Candidate(f"ours:{name}", "ddp", partial(wrapped, wrapper))
     stage = int(name[-1])
-
-    def build(module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
-        return zero(module, cls, stage, group, **options)
-
-    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, has_gradients=stage < 2)
+    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", has_gradients=stage < 2,
+                     build=lambda module, cls, options, group: zero(module, cls, stage, group, **options))  # fmt: skip
 
 
 def kind_of(target: Any, name: str = "") -> str:
@@ -179,22 +112,19 @@ def kind_of(target: Any, name: str = "") -> str:
 def candidate(target: Any, kind: str | None = None, name: str = "", beside: ModuleType | None = None) -> Candidate:
     """A user's class or function as a candidate; the course's adapters find their other functions `beside` it."""
     name = name or getattr(target, "__name__", str(target))
-    if name in ADAPTERS and beside is not None:
-        kind, after, start, gather = ADAPTERS[name]
-        find = partial(getattr, beside)
-        build = partial(sharded if kind == "sharded-optimizer" else wrapped, target)
-        finish = find(after, synchronise) if after else nothing
-        return Candidate(name, kind, build, finish, find(start, nothing) if start else nothing,
-                         find(gather, None) if gather else None)  # fmt: skip
-    kind = kind or kind_of(target, name)
+    beside = beside if name in ADAPTERS else None
+    kind = ADAPTERS[name] if beside else kind or kind_of(target, name)
     if kind not in KINDS:
         raise UserError(f"--as {kind} does not exist; it is one of {', '.join(KINDS)}")
     if kind == "step":
         required = [key for key, each in inspect.signature(target).parameters.items() if each.default is each.empty]
         if unknown := [key for key in required if key not in BATCH]:
             raise UserError(f"{name}: what is {', '.join(unknown)}? A step's parameters are named {', '.join(BATCH)}")
-        return Candidate(name, kind, target, nothing)
-    return Candidate(name, kind, partial(sharded if kind == "sharded-optimizer" else wrapped, target))
+        return Candidate(name, kind, partial(wrapped, lambda module: module), step=target)
+    build, prefix = partial(sharded if kind == "sharded-optimizer" else wrapped, target), name.removeprefix("get_")
+    finish = getattr(beside, f"{prefix}_on_after_backward", synchronise)
+    before = getattr(beside, f"{prefix}_on_train_batch_start", nothing)
+    return Candidate(name, kind, build, finish, before, getattr(beside, f"{prefix}_gather_full_params", None))
 
 
 def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callable[[], Any] | None]:

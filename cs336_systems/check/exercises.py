@@ -1,5 +1,11 @@
-"""Exercises: files to fill in, without solutions, graded by the checks and by further conditions of each."""
+"""Exercises: files to fill in, without solutions, graded by the checks and by further conditions of each.
 
+A student's own tests are graded, too: they must pass on their file and fail on broken variants of it, which are made
+around the student's own code. A test runs on every rank; it is given what it has parameters for.
+"""
+
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,19 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
-from cs336_systems.check.candidates import Candidate, candidate, load_file
+from cs336_systems.check.candidates import Candidate, accepted, candidate, load_file
 from cs336_systems.check.foreign import count_collectives, exchange
-from cs336_systems.check.functions import PROBES, BrokenPromiseError, probe
+from cs336_systems.check.functions import PROBES, hold, probe
 from cs336_systems.check.models import Replica
-from cs336_systems.check.report import FAILED, REFUSED, WRONG, Report, check
+from cs336_systems.check.ranks import BrokenPromiseError
+from cs336_systems.check.report import FAILED, RIGHT, WRONG, Report, check
 from cs336_systems.check.targets import exercise
-from cs336_systems.check.variants import grade_tests
-from cs336_systems.comm import broadcast
+from cs336_systems.comm import Group, broadcast, current_place
 from cs336_systems.errors import UserError
 
-FIRST_ONLY = ("training",)
-RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
+OWN = "your own file"
 
 
 def grade(
@@ -29,36 +35,23 @@ def grade(
 ) -> Report:
     """Report on a file that was filled in, or, if that is right, on a file of its tests. Raises UserError for a file
     without what is asked."""
-    if tests is not None:
-        report = grade(name, path, ranks, timeout, only=FIRST_ONLY)
-        asked = exercise(name)["name"]
-        return report if report.exit_code() else grade_tests(name, asked, _found(name, path), tests, ranks, timeout)
-    if name in PROBES:
-        return probe(name, _found(name, path), ranks, timeout, exercise(name)["page"])
-    report = check(_asked(name, path, ranks), ranks=ranks, timeout=timeout, only=only or RING * (name == "ring"))
-    for i, each in enumerate(report.verdicts):  # what runs and does not do what is asked is wrong
-        if each.status in (FAILED, REFUSED) and each.says.startswith(BrokenPromiseError.__name__):
-            report.verdicts[i] = replace(each, status=WRONG, says=each.says.partition(": ")[2], page="")
-    return report
-
-
-def _found(name: str, path: Path) -> ModuleType:
-    """A file that has the names which an exercise asks for."""
-    module = load_file(path)
-    for each in exercise(name)["name"].split():
+    asked, module = exercise(name), load_file(path)
+    for each in asked["name"].split():
         if not callable(getattr(module, each, None)):
             raise UserError(f"{path} has no {each}, which the exercise {name} asks for")
-    return module
-
-
-def _asked(name: str, path: Path, ranks: int) -> Candidate:
-    found, asked = getattr(_found(name, path), exercise(name)["name"]), exercise(name)
-    if name == "ring":
-        return candidate(partial(_Ring, found), "ddp", "all_reduce")
-    chosen = candidate(found, asked["kind"], asked["name"])
+    if tests is not None:
+        report = grade(name, path, ranks, timeout, only=("training",))
+        return report if report.exit_code() else grade_tests(name, asked["name"], module, tests, ranks, timeout)
+    if name in PROBES:
+        report = Report(name, "function", asked.get("ranks", ranks))
+        probes = {each: partial(function, module) for each, function in PROBES[name].items()}
+        return probe(report, probes, timeout, asked["page"])
+    found = getattr(module, asked["name"])
+    chosen = candidate(partial(_Ring, found) if name == "ring" else found, asked["kind"], asked["name"])
     if name == "zero-2":  # it makes both, as its gradients and its optimizer's state are divided alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
-    return _held(chosen, asked, ranks)
+    only = only or tuple(asked.get("only", ()))
+    return check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
 
 
 class _Ring(Replica):
@@ -80,27 +73,26 @@ class _Ring(Replica):
         flat = torch.cat([g.flatten() for g in gradients])
         world, self.sent = self.group.size(), 0
         self.all_reduce(flat, self._exchange, self.group.rank(), world)
-        if self.sent > (most := 2 * (world - 1) * -(-len(flat) // world)):
-            raise BrokenPromiseError(f"a rank sent {self.sent} elements, and a ring needs {most}")
-        for g, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(piece.view_as(g) / world)
+        most = 2 * (world - 1) * -(-len(flat) // world)
+        hold(self.sent <= most, f"a rank sent {self.sent} elements, and a ring needs {most}")
+        vector_to_parameters(flat / world, gradients)
 
 
 def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
     """Hold a candidate to its share of the optimizer's state (`state`) and of the memory of what each parameter has
     between steps (`keeps`, .data or .grad; a view counts as much as what it is a view of), and to numbers of
     collectives: before the end of backward (`early`) and in the whole step (`most`)."""
-    share, total, counts = 0, 0, list[int]()
+    share, total, counts = 0, 0, Counter[str]()
+    keeps, early, most = asked.get("keeps"), asked.get("early", 0), asked.get("most", math.inf)
 
-    def hold(what: str, elements: int) -> None:
-        if elements > share:
-            raise BrokenPromiseError(f"a rank keeps {what} of {elements} of {total} elements, at most {share} are its")
+    def hold_share(what: str, elements: int) -> None:
+        hold(elements <= share, f"a rank keeps {what} of {elements} of {total} elements, at most {share} are its")
 
     def hold_memory(model: Any, optimizer: Any) -> None:
         own = {*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])}
-        tensors = [each for each in (getattr(p, asked["keeps"]) for p in own) if each is not None]
+        tensors = [each for each in (getattr(p, keeps) for p in own) if each is not None] if keeps else []
         stores = {each.untyped_storage().data_ptr(): len(each.untyped_storage()) // each.itemsize for each in tensors}
-        hold(f".{asked['keeps']}", sum(stores.values()))
+        hold_share(f".{keeps}", sum(stores.values()))
 
     def build(module: nn.Module, cls: Any, *rest: Any) -> Any:
         nonlocal share, total, counts
@@ -110,24 +102,120 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
         class Counted(cls):  # type: ignore[misc]
             def __init__(self, params: Any, **options: Any) -> None:
                 super().__init__(params, **options)
-                hold("state", sum(p.numel() for group in self.param_groups for p in group["params"]))
+                hold_share("state", sum(p.numel() for group in self.param_groups for p in group["params"]))
 
         built = chosen.build(module, Counted if "state" in asked else cls, *rest)
-        if "keeps" in asked:
-            hold_memory(*built)
+        hold_memory(*built)
         counts = count_collectives()
         return built
 
     def finish(model: Any, optimizer: Any) -> None:
-        launched = counts[0]
+        launched = counts["reductions"]
         chosen.finish(model, optimizer)
-        if "keeps" in asked:
-            hold_memory(model, optimizer)
-        taken, counts[0] = counts[0], 0
-        if launched < asked.get("early", 0):
-            least = asked["early"]
-            raise BrokenPromiseError(f"{launched} collectives were launched during backward; {least} or more should be")
-        if taken > asked.get("most", taken):
-            raise BrokenPromiseError(f"a step took {taken} collectives; {asked['most']} or fewer should do")
+        hold_memory(model, optimizer)
+        taken, counts["reductions"] = counts["reductions"], 0
+        hold(launched >= early, f"{launched} collectives were launched during backward; {early} or more should be")
+        hold(taken <= most, f"a step took {taken} collectives; {most} or fewer should do")
 
     return replace(chosen, build=build, finish=finish)
+
+
+def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks: int, timeout: float) -> Report:
+    """The report on tests. `function`: name of what the exercise asks for, in the student's `module`."""
+    if name not in VARIANTS:
+        raise UserError(f"--tests: {name} has no broken variants; {', '.join(VARIANTS)} have")
+    found = {key: value for key, value in vars(load_file(path)).items() if key.startswith("test_") and callable(value)}
+    if not found:
+        raise UserError(f"{path} has no function test_...")
+    right = getattr(module, function)
+
+    def run(subject: Any, group: Group) -> None:
+        offered = {function: subject, "exchange": exchange, "rank": group.rank(), "world": group.size()}
+        for key, test in found.items():
+            try:
+                test(**accepted(test, offered))
+            except Exception as error:
+                raise BrokenPromiseError(f"{key} fails: {type(error).__name__} {error}") from error
+
+    subjects = {OWN: right} | {each: make(right) for each, make in VARIANTS[name].items()}
+    report = Report(path.name, f"tests of {name}", ranks, how="run on your file and on broken variants of it")
+    probe(report, {each: partial(run, subject) for each, subject in subjects.items()}, timeout)
+    for i, each in enumerate(report.verdicts):
+        fails = each.status != RIGHT
+        if each.name == OWN:
+            report.verdicts[i] = replace(each, status=FAILED if fails else RIGHT)
+        else:
+            says = each.says.partition(": ")[0] if fails else "all tests pass, although it is broken"
+            report.verdicts[i] = replace(each, status=RIGHT if fails else WRONG, says=says)
+    return report
+
+
+def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: int = 1) -> Callable[..., None]:
+    """An all-reduce whose result is changed, by a function of it, of what the rank had, of rank and world, and which
+    sends every piece so many times."""
+
+    def broken(flat: Tensor, exchange: Any, rank: int, world: int) -> None:
+        def send(piece: Tensor, into: Tensor) -> None:
+            for _ in range(times - 1):
+                exchange(piece.clone(), into.clone())
+            exchange(piece, into)
+
+        own = flat.clone()
+        all_reduce(flat, send, rank, world)
+        change(flat, own, rank, world)
+
+    return broken
+
+
+def _ddp(change: Callable[..., object], first: int, cls: Any) -> Any:
+    """A wrapper whose reduced gradients are changed, from the one with this number on."""
+
+    class Broken(cls):  # type: ignore[misc]
+        def finish_gradient_synchronization(self) -> None:
+            having = [p for p in self.module.parameters() if p.grad is not None]
+            own = [p.grad.clone() for p in having]
+            super().finish_gradient_synchronization()
+            pairs = list(zip(having, own, strict=True))
+            for p, before in pairs[first:]:
+                change(p.grad, before, p)
+
+    return Broken
+
+
+def _stale(gradient: Tensor, own: Tensor, parameter: Any) -> None:
+    mean = gradient.clone()
+    gradient.copy_(getattr(parameter, "mean_before", mean))
+    parameter.mean_before = mean
+
+
+def _unsent(what: str, cls: Any) -> Any:
+    """A wrapper that leaves parameters or buffers as each rank had them."""
+
+    class Broken(cls):  # type: ignore[misc]
+        def __init__(self, module: Any) -> None:
+            before = [each.detach().clone() for each in getattr(module, what)()]
+            super().__init__(module)
+            for each, old in zip(getattr(module, what)(), before, strict=True):
+                each.detach().copy_(old)
+
+    return Broken
+
+
+VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "ring": {
+        "the mean, not the sum": partial(_ring, change=lambda flat, own, rank, world: flat.div_(world)),
+        "rank 1 keeps its own": partial(
+            _ring, change=lambda flat, own, rank, world: rank == 1 and flat.copy_(own)),
+        "what does not divide evenly is left out": partial(
+            _ring, change=lambda flat, own, rank, world: flat[(cut := len(flat) // world * world):].copy_(own[cut:])),
+        "every piece is sent twice": partial(_ring, change=lambda *_: None, times=2),
+    },
+    "naive-ddp": {
+        "gradients are summed": partial(_ddp, lambda new, own, p: new.mul_(current_place().world_size), 0),
+        "nothing is reduced": partial(_ddp, lambda new, own, p: new.copy_(own), 0),
+        "one gradient is forgotten": partial(_ddp, lambda new, own, p: new.copy_(own), -1),
+        "gradients are those of the step before": partial(_ddp, _stale, 0),
+        "weights are not sent": partial(_unsent, "parameters"),
+        "buffers are not sent": partial(_unsent, "buffers"),
+    },
+}  # fmt: skip

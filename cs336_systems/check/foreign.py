@@ -2,9 +2,10 @@
 torch.distributed, as a user's code does."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
@@ -22,21 +23,15 @@ class Late:
     """A collective that starts only when its result is waited for."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
-        self._start = start
-        self._work: Any = None
-
-    def wait(self, *arguments: Any) -> Any:
-        self._work = self._work or self._start()
-        return self._work.wait(*arguments)
+        self._work = cache(start)  # once
 
     def is_completed(self) -> bool:
         """True once the collective has been waited for."""
-        return self._work is not None
+        return self._work.cache_info().currsize > 0
 
-    def get_future(self) -> Any:
-        """Start the collective and return its future, on which the caller waits."""
-        self._work = self._work or self._start()
-        return self._work.get_future()
+    def __getattr__(self, name: str) -> Any:
+        """Start the collective for whoever waits for it, or asks for its future."""
+        return getattr(self._work(), name)
 
 
 def collectives() -> dict[str, Callable[..., Any]]:
@@ -66,24 +61,25 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def count_collectives(elements: bool = False) -> list[int]:
-    """Count, from now on in this process, the all-reduces and reduce-scatters of torch.distributed that are launched,
-    or the elements of all tensors that any collective or message is given. The count is the only item of the list."""
-    dist, counts = import_module("torch.distributed"), [0]
+def count_collectives() -> Counter[str]:
+    """Count, from now on in this process, the all-reduces and reduce-scatters of torch.distributed that are launched
+    ("reductions"), and the elements of all tensors that any collective or message is given ("elements")."""
+    dist, counts = import_module("torch.distributed"), Counter[str]()
 
     def size(given: Any) -> int:
         return sum(map(size, given)) if isinstance(given, list | tuple) else getattr(given, "numel", int)()
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(*arguments: Any, **named: Any) -> Any:
-            counts[0] += size((arguments, *named.values())) if elements else 1
+            counts["elements"] += size((arguments, *named.values()))
+            counts["reductions"] += "reduce" in name
             return function(*arguments, **named)
 
         return called
 
-    for name in (*collectives(), *MESSAGES) if elements else [each for each in collectives() if "reduce" in each]:
-        setattr(dist, name, counted(getattr(dist, name)))
+    for name in (*collectives(), *MESSAGES):
+        setattr(dist, name, counted(name, getattr(dist, name)))
     return counts
 
 
@@ -96,57 +92,39 @@ def exchange(piece: Any, into: Any) -> None:
     sent.wait()
 
 
-def ddp(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """torch's DistributedDataParallel as it is by default, with buckets so small that there are several."""
-    wrapper = import_module("torch.nn.parallel").DistributedDataParallel
-    model = wrapper(module, process_group=group, bucket_cap_mb=0.0005)
-    return model, cls(model.parameters(), **options)
-
-
-def fsdp2(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """torch's fully_shard, on the whole module."""
-    import_module("torch.distributed.fsdp").fully_shard(module)
-    return module, cls(module.parameters(), **options)
-
-
-def zero(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """torch's ZeroRedundancyOptimizer."""
-    optimizer = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
-    return module, optimizer(module.parameters(), optimizer_class=cls, process_group=group, **options)
-
-
-def accelerate(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """accelerate's prepare, on the CPU."""
-    optimizer = cls(module.parameters(), **options)
-    return tuple(import_module("accelerate").Accelerator(cpu=True).prepare(module, optimizer))
-
-
-def deepspeed(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """Not supported: deepspeed's engine calls backward and step itself, and compiles extensions when it starts."""
-    raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
-
-
-FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {
-    "torch:ddp": ("ddp", ddp, ("torch.nn.parallel",)),
-    "torch:fsdp2": ("fsdp", fsdp2, ("torch.distributed.fsdp",)),
-    "torch:zero": ("sharded-optimizer", zero, ("torch.distributed.optim",)),
-    "accelerate": ("ddp", accelerate, ("accelerate",)),
-    "deepspeed:zero1": ("ddp", deepspeed, ("deepspeed",)),
+FOREIGN = {  # wrappers of other systems: kind, and the module that has them
+    "torch:ddp": ("ddp", "torch.nn.parallel"),
+    "torch:fsdp2": ("fsdp", "torch.distributed.fsdp"),
+    "torch:zero": ("sharded-optimizer", "torch.distributed.optim"),
+    "accelerate": ("ddp", "accelerate"),
+    "deepspeed:zero1": ("ddp", "deepspeed"),
 }
 
 
 def require_installed(name: str) -> None:
-    """Raises UserError where the modules of another system's wrapper are not installed."""
-    for module in FOREIGN[name][2]:
-        if find_spec(module.partition(".")[0]) is None:
-            raise UserError(f"{name}: {module} is not installed here; pip install {module}")
+    """Raises UserError where the module of another system's wrapper is not installed."""
+    module = FOREIGN[name][1]
+    if find_spec(module.partition(".")[0]) is None:
+        raise UserError(f"{name}: {module} is not installed here; pip install {module}")
 
 
 def foreign(name: str) -> tuple[str, Callable[..., Built]]:
-    """Kind and builder of a wrapper of another system."""
-    kind, build, modules = FOREIGN[name]
+    """Kind and builder of a wrapper of another system, whose module is imported once, before ranks are forked."""
+    kind, module = FOREIGN[name]
     with catch_warnings():
         simplefilter("ignore")  # their own deprecations
-        for module in modules:
-            import_module(module)  # once, before ranks are forked
-    return kind, build
+        return kind, partial(_built, name, import_module(module))
+
+
+def _built(name: str, library: Any, module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    if name == "deepspeed:zero1":  # it also compiles extensions when it starts
+        raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
+    if name == "torch:zero":
+        parameters = module.parameters()
+        return module, library.ZeroRedundancyOptimizer(parameters, optimizer_class=cls, process_group=group, **options)
+    if name == "torch:fsdp2":
+        library.fully_shard(module)
+    if name == "torch:ddp":  # with buckets so small that there are several
+        module = library.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0005)
+    optimizer = cls(module.parameters(), **options)
+    return library.Accelerator(cpu=True).prepare(module, optimizer) if name == "accelerate" else (module, optimizer)

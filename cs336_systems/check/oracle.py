@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cs336_systems.check.models import Program, Replica, Run
@@ -26,8 +26,8 @@ class Notes:
     """
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
-    dtypes: dict[Key, str] = field(default_factory=dict)
     error: str = ""
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
     def add(self, step: int, kind: str, name: str, tensor: Tensor) -> None:
         """A copy in float64; the second of a key gets a number."""
@@ -36,42 +36,52 @@ class Notes:
             number += 1
             key = (step, kind, f"{name} no. {number}".strip())
         self.tensors[key] = tensor.detach().to("cpu", torch.float64, copy=True)
-        self.dtypes[key] = str(tensor.dtype).removeprefix("torch.")
-
-
-class Side:
-    """Access to a rank's whole weights and whole gradients, by the bare module's names; `traced`: each backward pass's
-    own gradients are noted, too."""
-
-    def __init__(self, module: nn.Module, traced: bool = False) -> None:
-        self.module, self.traced = module, traced
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.module.named_parameters()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients, without those that are None."""
-        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-
-    def clip(self, run: Run, limit: float) -> Any:
-        """The norm of all gradients, which are scaled down to the limit."""
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit)
-
-    def optimizer_state(self, optimizer: Any) -> Any:
-        return optimizer.state_dict()
+        self.dtypes.add(tensor.dtype)
 
 
 @dataclass
 class ObservedRun(Run):
-    """A run that notes what it computes."""
+    """A run of a case that notes what it computes: whole weights and gradients, by the bare module's names."""
 
-    side: Any = None
+    case: Any = None
+    bare: Any = None  # the module itself
     notes: Notes = field(default_factory=Notes)
-    number: int = 0  # of the step
+    number: int = -1  # of the step; -1 before the first
 
-    def note(self, kind: str, tensors: dict[str, Tensor], step: int | None = None) -> None:
+    def __post_init__(self) -> None:
+        self.data, self.part, self.criterion = self.case.data, self.case.part, self.case.criterion
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.bare.named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients, without those that are None."""
+        return {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
+
+    def norm(self, limit: float) -> Any:
+        """The norm of all gradients, which are scaled down to the limit."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def optimizer_state(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def note(self, kind: str, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self.notes.add(self.number if step is None else step, kind, name, tensor)
+            self.notes.add(self.number, kind, name, tensor)
+
+    def observed(self) -> Iterator[None]:
+        """Run the case's program; note what it begins with, synchronised gradients, and the buffers at its end."""
+        self.note("buffer", dict(self.bare.named_buffers()))
+        self.ended()
+        for _ in self.case.program(self):
+            self.synchronise()
+            yield
+            self.note("gradient", self.gradients())
+        self.note("buffer", dict(self.bare.named_buffers()))
+
+    def synchronise(self) -> None:
+        """Note this rank's own gradients, which become the mean in lock step."""
+        self.note("local", self.gradients())
 
     def loss(self, step: int, **options: Any) -> Tensor:
         loss = super().loss(step, **options)
@@ -79,18 +89,18 @@ class ObservedRun(Run):
         return loss
 
     def backward_of(self, loss: Tensor, **options: Any) -> None:
-        """Backward; the reference notes what it has added to each gradient."""
-        before = {name: g.clone() for name, g in self.side.gradients().items()} if self.side.traced else {}
+        """Backward; what it has added to each gradient is noted, too."""
+        before = {name: g.clone() for name, g in self.gradients().items()}
         loss.backward(**options)
-        if self.side.traced:
-            after = self.side.gradients().items()
-            self.note("part", {name: g - before[name] if name in before else g for name, g in after})
+        self.note("part", {name: g - before[name] if name in before else g for name, g in self.gradients().items()})
 
     def step(self) -> None:
-        """An update, and the weights after it."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.note("weight", self.side.weights())
+        super().step()
+        self.ended()
+
+    def ended(self) -> None:
+        """Note the weights that a step begins with, or has updated."""
+        self.note("weight", self.weights())
         self.number += 1
 
     def train(self, step: int, **options: Any) -> Iterator[None]:
@@ -99,12 +109,11 @@ class ObservedRun(Run):
         self.step()
 
     def clip(self, limit: float) -> None:
-        self.note("norm", {"": torch.as_tensor(self.side.clip(self, limit))})
+        self.note("norm", {"": torch.as_tensor(self.norm(limit))})
 
     def save(self) -> tuple[dict[str, Any], Any]:
         whole = getattr(self.model, "gather_full_params", self.model.state_dict)()
-        state = whole, self.side.optimizer_state(self.optimizer)
-        return tree_map_only(Tensor, lambda value: value.detach().clone(), state)
+        return tree_map_only(Tensor, lambda value: value.detach().clone(), (whole, self.optimizer_state()))
 
     def load(self, saved: tuple[dict[str, Any], Any]) -> None:
         inner = hasattr(self.model, "gather_full_params")
@@ -112,39 +121,25 @@ class ObservedRun(Run):
         self.optimizer.load_state_dict(saved[1])
 
 
-def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] = ()) -> None:
-    """Run a program on replicas; where it yields, each gradient becomes the mean over them, or the sum weighted by the
-    replicas' shares of the batch."""
-    observed = [run for run in runs if isinstance(run, ObservedRun)]
+def in_lock_step(runs: Sequence[Any], program: Program, weights: Sequence[float] = ()) -> None:
+    """Run a program on replicas; where it yields, each gradient becomes the mean over them, in which each replica has
+    its weight, by default 1."""
     for _ in zip_longest(*(program(run) for run in runs)):
-        for run in observed:
-            run.note("local", run.side.gradients())
         for same in zip(*(run.model.parameters() for run in runs), strict=True):
-            weights = shares or [1.0] * len(same)
-            ours = [p.grad if not shares else p.grad * weight * len(same)
-                    for p, weight in zip(same, weights, strict=True) if p.grad is not None]  # fmt: skip
+            weighted = zip(same, weights or [1.0] * len(same), strict=True)
+            ours = [p.grad * weight for p, weight in weighted if p.grad is not None]
             mean = sum(ours[1:], ours[0]) / len(same) if ours else None
             for p in same:
                 p.grad = None if mean is None else mean.clone()
-        for run in observed:
-            run.note("gradient", run.side.gradients())
 
 
 def reference(case: Any, world: int) -> list[Notes]:
-    """Notes of each rank's replica."""
-    modules = [case.module(0, rank) for rank in range(world)]
+    """Notes of each rank's replica; its weight is its number of rows over the mean number."""
     runs = []
-    for rank, module in enumerate(modules):
-        model = Replica(module)
-        run = ObservedRun(
-            model, case.cls(model.parameters(), **case.options), rank, world, side=Side(module, traced=True)
-        )
-        case.adapt(run)
-        run.note("buffer", dict(module.named_buffers()), step=-1)
-        run.note("weight", run.side.weights(), step=-1)
-        runs.append(run)
+    for rank in range(world):
+        model = Replica(case.module(0, rank))
+        optimizer = case.cls(model.parameters(), **case.options)
+        runs.append(ObservedRun(model, optimizer, rank, world, case=case, bare=model.module))
     sizes = [len(run.rows(0)[0]) for run in runs]
-    in_lock_step(runs, case.program, [] if len(set(sizes)) == 1 else [size / sum(sizes) for size in sizes])
-    for run in runs:
-        run.note("buffer", dict(run.side.module.named_buffers()))
+    in_lock_step(runs, ObservedRun.observed, [world * size / sum(sizes) for size in sizes])
     return [run.notes for run in runs]

@@ -12,23 +12,29 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from cs336_systems.check.candidates import BATCH, Candidate, CandidateSide, accepted, average
+from cs336_systems.check.candidates import BATCH, Candidate, accepted
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.oracle import Notes, ObservedRun
-from cs336_systems.comm import Group, Place, distributed, tell_environment
+from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
 
 HUNG = "it did not end: killed"
 SAID = 160  # characters of an error that are kept
+
+
+class BrokenPromiseError(AssertionError):
+    """A condition of an exercise is not met."""
 
 
 @contextmanager
@@ -45,10 +51,10 @@ def clean_torch() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> dict[str, list[Notes]]:
-    """Notes of every rank by case. `timeout`: seconds that a rank waits for the others."""
+def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
+    """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others."""
     import_module("torch._dynamo")  # which optimizers load: once here, not in every rank
-    found: dict[str, list[Notes]] = {}
+    found: list[tuple[Case, list[Notes]]] = []
     rest = list(cases)
     while rest:
         with tempfile.TemporaryDirectory(prefix="check-") as name:
@@ -56,8 +62,8 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
                 run_ranks(_work, world, "cpu", candidate, rest, Path(name), timeout)
             while rest:
                 case = rest.pop(0)
-                found[case.name] = [_read(Path(name, f"{case.name}-{rank}")) for rank in range(world)]
-                if any(notes.error for notes in found[case.name]):
+                found.append((case, [_read(Path(name, f"{case.name}-{rank}")) for rank in range(world)]))
+                if any(notes.error for notes in found[-1][1]):
                     rest = [] if case.name == FIRST.name else rest  # what cannot train has no other property
                     break
     return found
@@ -67,29 +73,47 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
     tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
     faulthandler.disable()  # a rank that gloo aborts has told why
-    sink = os.open(folder / f"output-{place.rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stderr = sink = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(sink.fileno(), 1)
+    os.dup2(sink.fileno(), 2)
     tell_environment(place)
     for number, case in enumerate(cases):
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 1)
         notes, spot = Notes(), replace(place, meeting=f"{place.meeting}-{number}")
-        path = folder / f"{case.name}-{place.rank}"
-        try:
-            with clean_torch(), distributed("cpu", None, timeout, spot) as group:
-                try:
-                    with late_collectives() if case.slow else nullcontext():
-                        observe(candidate, case, group, notes)
-                except BaseException as error:
-                    notes.error = line_of(error)
-                    raise
-                finally:
-                    _write(path, notes)  # before leaving, which may not end
-        except BaseException as error:
-            notes.error = notes.error or line_of(error)
-            _write(path, notes)
+        noted = partial(_noted, folder / f"{case.name}-{place.rank}", notes)
+        slow = late_collectives() if case.slow else nullcontext()
+        try:  # notes are written before leaving the group, too, which may not end
+            with noted(), clean_torch(), distributed("cpu", None, timeout, spot) as group, noted(), slow:
+                observe(candidate, case, group, notes)
+        except BaseException:
             os._exit(0)
+
+
+@contextmanager
+def _noted(path: Path, notes: Notes) -> Iterator[None]:
+    """Note the first error that ends the block, and write the notes: a line of JSON, and the numbers of all tensors."""
+    try:
+        yield
+    except BaseException as error:
+        notes.error = notes.error or line_of(error)
+        raise
+    finally:
+        if notes.error or not path.exists():
+            head = [notes.error, [[*key, list(tensor.shape)] for key, tensor in notes.tensors.items()]]
+            numbers = b"".join(tensor.numpy().tobytes() for tensor in notes.tensors.values())
+            path.write_bytes(json.dumps(head, allow_nan=False).encode() + b"\n" + numbers)
+
+
+def _read(path: Path) -> Notes:
+    try:
+        head, _, numbers = path.read_bytes().partition(b"\n")
+        error, tensors = json.loads(head)
+        flat = torch.from_numpy(np.frombuffer(bytearray(numbers)))
+        pieces = flat.split([math.prod(shape) for *_, shape in tensors])
+    except (OSError, ValueError, RuntimeError):  # it was killed before, or while it wrote
+        return Notes(error=HUNG)
+    rows = zip(tensors, pieces, strict=True)
+    return Notes({(step, kind, name): piece.view(shape) for (step, kind, name, shape), piece in rows}, error)
 
 
 def line_of(error: BaseException) -> str:
@@ -104,75 +128,91 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
         candidate.build(case.name, group)
         return
     module = case.module(group.rank() if case.seeds else 0, group.rank())
-    side = CandidateSide(candidate, module, group)
-    if candidate.kind == "step":
-        model, optimizer = module, case.cls(module.parameters(), **case.options)
-    else:
-        model, optimizer = candidate.build(module, case.cls, case.options, group)
-    side.model = model
-    run = CandidateRun(model, optimizer, group.rank(), group.size(), side=side, notes=notes)
-    case.adapt(run)
-    run.note("buffer", dict(module.named_buffers()), step=-1)
-    run.note("weight", side.weights(), step=-1)
-    for _ in case.program(run):
-        run.finish()
-        run.note("gradient", side.gradients())
-    run.note("buffer", dict(module.named_buffers()))
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    model, optimizer = candidate.build(module, case.cls, case.options, group)
+    run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=module, notes=notes)
+    run.candidate, run.group, run.shapes = candidate, group, shapes
+    for _ in run.observed():
+        pass
+
+
+def _full(x: Any) -> Any:
+    """A tensor, or the whole of a DTensor."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class CandidateRun(ObservedRun):
-    """A rank's side of a program, synchronised as the candidate does it."""
+    """A rank's part of a program with a candidate's model. All ranks must call these methods together."""
 
-    @property
-    def candidate(self) -> Candidate:
-        return self.side.candidate
+    candidate: Candidate
+    group: Group
+    shapes: dict[str, torch.Size]  # of the bare module's whole parameters
 
-    def finish(self) -> None:
-        if self.candidate.kind == "sharded-optimizer":
-            average(self.side.group, self.model, self.optimizer)
-        else:
+    def synchronise(self) -> None:
+        """Synchronise as the candidate does; for an optimizer that shards its state alone, gradients are averaged."""
+        if self.candidate.kind != "sharded-optimizer":
             self.candidate.finish(self.model, self.optimizer)
+            return
+        for gradient in super().gradients().values():
+            flat = gradient.detach().reshape(-1).clone()
+            all_reduce(flat, self.group).wait()
+            gradient.copy_(flat.view_as(gradient))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters; under tensor parallelism this rank's."""
+        gather = self.candidate.gather or getattr(type(self.model), "gather_full_params", None)
+        if self.candidate.kind == "fsdp" and gather:
+            found = {name.removeprefix("module."): p.detach() for name, p in gather(self.model).items()}
+            return {name: found[name] for name in self.shapes if name in found}
+        return {name: self._whole(name, p) for name, p in super().weights().items()}
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as it is, or put together from the ranks' equal, flat shards."""
+        tensor, shape, world = _full(tensor), self.shapes.get(name, tensor.shape), self.group.size()
+        if self.candidate.kind != "fsdp" or tensor.numel() == shape.numel():
+            return tensor
+        every = tensor.new_zeros(world * tensor.numel())
+        every.chunk(world)[self.group.rank()].copy_(tensor.reshape(-1))
+        all_gather(every, self.group).wait()
+        return every[: shape.numel()].view(shape)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients, where `.grad` has them."""
+        found = {name: _full(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
+        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
+        return found if is_whole else {}
+
+    def norm(self, limit: float) -> Any:
+        """The norm, by the wrapper's own method if it has one."""
+        method = getattr(self.model, "clip_grad_norm", getattr(self.model, "clip_grad_norm_", super().norm))
+        return _full(method(limit))
+
+    def optimizer_state(self) -> Any:
+        """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return super().optimizer_state()
+        state = None
+        for rank in range(self.world):
+            self.optimizer.consolidate_state_dict(to=rank)
+            state = self.optimizer.state_dict() if rank == self.rank else state
+        return state
 
     def loss(self, step: int, **options: Any) -> Any:
         """Compute the loss, after the candidate's preparation for a batch."""
         self.candidate.before(self.model, self.optimizer)
         return super().loss(step, **options)
 
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
     def train(self, step: int, **options: Any) -> Iterator[None]:
         """Take an ordinary step, or the user's training step."""
-        if self.candidate.kind != "step":
+        if self.candidate.step is None:
             yield from super().train(step, **options)
             return
-        inputs, targets = self.rows(step)
-        given = (self.model, self.optimizer, self.criterion, inputs, targets, self.side.group)
-        names = (3, 2, 3, 3, 3, 1)  # of BATCH, one argument after another
-        values = [value for value, count in zip(given, names, strict=True) for _ in range(count)]
-        loss = self.candidate.build(**accepted(self.candidate.build, dict(zip(BATCH, values, strict=True))))
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        given = (self.model, self.optimizer, self.criterion, *self.rows(step), self.group)
+        loss = self.candidate.step(**accepted(self.candidate.step, {name: given[i] for name, i in BATCH.items()}))
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             self.note("loss", {"": loss})
-        self.note("weight", self.side.weights())
         self.optimizer.zero_grad()
-        self.number += 1
-        yield from ()
-
-
-def _write(path: Path, notes: Notes) -> None:
-    """Write all tensors as one flat array, with the shapes and names that are needed to split it."""
-    tensors = list(notes.tensors.values())
-    flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)])
-    flat.numpy().tofile(f"{path}.numbers")
-    shapes = [tuple(each.shape) for each in tensors]
-    said = {"error": notes.error, "keys": list(notes.tensors), "dtypes": list(notes.dtypes.values()), "shapes": shapes}
-    Path(f"{path}.json").write_text(json.dumps(said, allow_nan=False), encoding="utf-8")
-
-
-def _read(path: Path) -> Notes:
-    try:
-        said = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        flat = torch.from_numpy(np.fromfile(f"{path}.numbers"))
-        pieces = flat.split([math.prod(shape) for shape in said["shapes"]])
-    except (OSError, ValueError, KeyError, RuntimeError):  # it was killed before, or while it wrote
-        return Notes(error=HUNG)
-    keys = [(step, kind, name) for step, kind, name in said["keys"]]
-    values = [piece.view(shape) for piece, shape in zip(pieces, said["shapes"], strict=True)]
-    return Notes(dict(zip(keys, values, strict=True)), dict(zip(keys, said["dtypes"], strict=True)), said["error"])
+        self.ended()

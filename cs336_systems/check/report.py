@@ -1,5 +1,6 @@
 """Verdicts: one for each property of a candidate, from its ranks' notes and the reference's."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,19 +12,21 @@ from torch import nn
 
 from cs336_systems.check.candidates import Candidate, candidate
 from cs336_systems.check.cases import CASES, FIRST, Case
-from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose, moment
-from cs336_systems.check.models import token_loss
+from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose
 from cs336_systems.check.oracle import Notes, reference
-from cs336_systems.check.ranks import HUNG, clean_torch, run_cases
+from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
 RIGHT, WRONG, WEAK, REFUSED, ABSENT, FAILED = "right", "WRONG", "weak", "refused", "not offered", "FAILED"
-TRAINING = {  # rows of the first case: kind of tensor, and step or None for all
-    "initial weights": ("weight", -1), "loss": ("loss", None), "gradients": ("gradient", None),
-    "weights after 3 steps": ("weight", None),
+TRAINING = {  # rows of the first case: kind of tensor, and whether it is before the first step
+    "initial weights": ("weight", True), "loss": ("loss", False), "gradients": ("gradient", False),
+    "weights after 3 steps": ("weight", False),
 }  # fmt: skip
+BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
+         "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
+BROKEN = f"{BrokenPromiseError.__name__}: "
 
 
 @dataclass(frozen=True)
@@ -64,23 +67,17 @@ class Report:
             short = not page and len(says) < 60
             row = ", ".join(filter(None, (each.cause, says if short else "")))
             lines.append(f"  {each.status:<11} {each.name}{f': {row}' * bool(row)}")
-            for text in filter(None, ("" if short else says, page)):
-                lines += wrap_text(
-                    text, 110, initial_indent=" " * 16, subsequent_indent=" " * 16, break_on_hyphens=False
-                )
-        counts = [(status, sum(each.status == status for each in self.verdicts))
-                  for status in (RIGHT, WRONG, FAILED, WEAK, REFUSED, ABSENT)]  # fmt: skip
-        return "\n".join([*lines, ", ".join(f"{count} {status}" for status, count in counts if count)])
+            for text in ("" if short else says, page):
+                lines += [" " * 16 + line for line in wrap_text(text, 94, break_on_hyphens=False)]
+        counts = Counter(each.status for each in self.verdicts)
+        order = (RIGHT, WRONG, FAILED, WEAK, REFUSED, ABSENT)
+        return "\n".join([*lines, ", ".join(f"{counts[status]} {status}" for status in order if status in counts)])
 
 
 def check(
-    wrap: Any,
-    build: Callable[[], Any] | None = None,
-    kind: str | None = None,
-    ranks: int = 2,
-    timeout: float = 5.0,
+    wrap: Any, build: Callable[[], Any] | None = None, kind: str | None = None, ranks: int = 2, timeout: float = 5.0,
     only: tuple[str, ...] = (),
-) -> Report:
+) -> Report:  # fmt: skip
     """Compare a parallel run with one process, in double precision, on forked ranks of this machine's CPU.
 
     `wrap`: a class or function of a module (ddp, fsdp, tensor-parallel), a sharded optimizer's class, a training step,
@@ -91,31 +88,25 @@ def check(
     if ranks < 2:
         raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
     chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
-    wanted = {FIRST.name if name in TRAINING else name for name in only} or {each.name for each in CASES}
+    names = [each.name for each in CASES]
+    wanted = {FIRST.name if name in TRAINING else name for name in only} or set(names)
     cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and each.name in wanted]
     if build is not None:
         cases = [_built(each, build, ranks) if each.name in BUILT else each for each in cases]
-    if unknown := wanted - {each.name for each in CASES}:
-        raise UserError(
-            f"no property is named {', '.join(unknown)}; there are {', '.join(each.name for each in CASES)}"
-        )
+    if unknown := wanted - set(names):
+        raise UserError(f"no property is named {', '.join(unknown)}; there are {', '.join(names)}")
     report = Report(chosen.name, chosen.kind, ranks)
-    found = run_cases(chosen, cases, ranks, timeout)
+    found = run_cases(chosen, cases, ranks, timeout)  # before this process computes: it forks
     with clean_torch():
-        for case in cases:
-            own = build is not None and case.name in BUILT
+        for case, notes in found:
+            own, case = build is not None and case.name in BUILT, _expected(case)
             want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
-            if case.name in found:
-                report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
+            report.verdicts += _judge(Evidence(case, want, notes))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
         if each.name not in TRAINING and each.cause in known:
             report.verdicts[i] = replace(each, says="as in ordinary training", page="")
     return report
-
-
-BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
-         "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
 
 
 def assert_right(wrap: Any, build: Callable[[], Any] | None = None, strict: bool = False, **options: Any) -> None:
@@ -128,11 +119,10 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
     """A case over the user's own module, loss and batch."""
     with clean_torch():
         built = build()
-    module, loss, batch = built if isinstance(built, tuple) else (built, token_loss, None)
+    module, loss, batch = built if isinstance(built, tuple) else (built, case.criterion, case.data)
     if not isinstance(module, nn.Module):
         raise UserError(f"build() returned {type(module).__name__}; return a module, or (module, loss, batch)")
-    rows = len(batch(0)[0]) if batch else 12
-    if rows % ranks:
+    if (rows := len(batch(0)[0])) % ranks:
         raise UserError(f"the batch has {rows} rows, which {ranks} ranks cannot share equally")
     longest = max([rows, *(max(p.shape, default=1) for p in module.parameters())])
     stages = 3 * 16 * sum(1 for _ in module.modules())  # a module is a few operations, forward and backward
@@ -157,60 +147,57 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     if any("no_sync" in error and "AttributeError" in error for error in errors):
         return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
     if case.error:
-        return [_refusal(evidence, errors)]
-    found = [wrong for kind in ("buffer", "loss", "gradient", "norm", "weight") for wrong in evidence.wrong(kind)
-             if kind != "buffer" or case.name == "buffers"]  # fmt: skip
-    first = min(map(moment, found), default=None)
-    here = [evidence.explained(each) for each in found if moment(each) == first]
+        return [_refusal(case, errors)]
+    found = evidence.wrong()
+    first = [evidence.explained(each) for each in found if each.moment == found[0].moment]
     if case.name != FIRST.name or (any(errors) and not found):
-        return [_verdict(evidence, errors, here)]
+        return [_verdict(evidence, errors, first)]
     rows = []
-    for name, (kind, step) in TRAINING.items():
-        mine = [each for each in found if each.key[1] == kind and (each.key[0] < 0) == (step == -1)]
-        rows.append(_row(name, evidence, errors, mine, here))
+    for name, (kind, is_before) in TRAINING.items():
+        moments = [each.moment for each in found if each.key[1] == kind and (each.key[0] < 0) == is_before]
+        if not moments:
+            rows.append(Verdict(name, RIGHT))
+        elif moments[0] == found[0].moment:
+            rows.append(replace(_verdict(evidence, errors, first), name=name))
+        else:
+            rows.append(Verdict(name, WRONG, "a consequence of the cause named in another row"))
     return rows
-
-
-def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], first: list[Wrong]) -> Verdict:
-    """A row of the first case: its own diagnosis, or a consequence of what went wrong before it."""
-    if not found:
-        return Verdict(name, RIGHT)
-    if moment(found[0]) != moment(first[0]):
-        return Verdict(name, WRONG, "a consequence of the cause named in another row")
-    return replace(_verdict(evidence, errors, first), name=name)
 
 
 def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdict:
     """The verdict on a case from its first wrong tensors and the ranks' errors."""
-    case = evidence.case
-    error = next((each for each in errors if each and not is_lost(each)), next(filter(None, errors), ""))
+    case, error, silent = evidence.case, first_error(errors), _silent(errors)
     if found:
         cause, says, page = diagnose(found, evidence)
         wrong = case.name == FIRST.name or (case.must and not error)
         page = case.page if cause == "unknown" else page
         return Verdict(case.name, WRONG if wrong else WEAK, f"{says}{f' Later: {error}' * bool(error)}", page, cause)
-    if error:
-        silent = [rank for rank, each in enumerate(errors) if not each]
-        alone = "; it hung and was killed" if HUNG in errors and error != HUNG else ""
-        alone += f", while rank {', '.join(map(str, silent))} went on as if nothing had happened" if silent else ""
-        weak = silent or HUNG in errors
-        status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if weak else RIGHT
-        return Verdict(case.name, status, error + alone, case.page)
-    return Verdict(case.name, RIGHT)
+    if not error:
+        return Verdict(case.name, RIGHT)
+    is_weak = silent or HUNG in errors
+    status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if is_weak else RIGHT
+    says = error + "; it hung and was killed" * (HUNG in errors and error != HUNG)
+    says += f", while rank {silent} went on as if nothing had happened" if silent else ""
+    if status in (FAILED, REFUSED) and says.startswith(BROKEN):  # what runs and does not do what is asked is wrong
+        return Verdict(case.name, WRONG, says.removeprefix(BROKEN))
+    return Verdict(case.name, status, says, case.page)
 
 
-def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:
+def _refusal(case: Case, errors: list[str]) -> Verdict:
     """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
-    case = evidence.case
     left = errors[:-1] if case.name == "a rank that dies" else errors
-    if HUNG in left:
-        return Verdict(case.name, WEAK, "it hangs", case.page)
-    silent = [rank for rank, error in enumerate(left) if not error]
-    if silent:
-        return Verdict(case.name, WEAK, f"no error on rank {', '.join(map(str, silent))}", case.page)
-    return Verdict(case.name, RIGHT, next((each for each in left if not is_lost(each)), left[0]))
+    if HUNG in left or _silent(left):
+        says = "it hangs" if HUNG in left else f"no error on rank {_silent(left)}"
+        return Verdict(case.name, WEAK, says, case.page)
+    return Verdict(case.name, RIGHT, first_error(left))
 
 
-def is_lost(error: str) -> bool:
-    """True for an error that says only that another rank has ended."""
-    return any(words in error for words in ("onnection", "CommError", "closed", HUNG))
+def _silent(errors: list[str]) -> str:
+    return ", ".join(str(rank) for rank, error in enumerate(errors) if not error)
+
+
+def first_error(errors: list[str]) -> str:
+    """The first error that says more than that another rank has ended, or else the first, or an empty text."""
+    lost = ("onnection", "CommError", "closed", HUNG)
+    said = [each for each in errors if each]
+    return next((each for each in said if not any(words in each for words in lost)), "".join(said[:1]))

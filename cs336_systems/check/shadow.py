@@ -39,7 +39,7 @@ from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
 
 R, V, P = range(3)
-NAMES = ("Replicate (R)", "Varying (V)", "Partial (P)")
+NAMES = {"R": "Replicate (R)", "I": "Invariant (I)", "V": "Varying (V)", "P": "Partial (P)"}
 UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
 TYPED = (FIRST.name, "tied weights", "unused on every rank", "accumulation in no_sync")
 FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their first operand without reading it
@@ -47,6 +47,11 @@ FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their fir
 
 class RefusedError(UserError):
     """A tensor has another type than its use needs: the place, the axis, both types, and the missing collective."""
+
+
+def refusal(what: str, have: str, need: str, axis: str, why: str = "") -> RefusedError:
+    """The error in words."""
+    return RefusedError(f"{what} is {NAMES[have]} on axis {axis}, and must be {NAMES[need]}{why}")
 
 
 class MessagesError(UserError):
@@ -126,16 +131,18 @@ class Shadow(TorchDispatchMode):
             self.give(each, P if is_part else V if "scatter" in name else R)
 
 
-class Weights:
-    """Hooks that raise RefusedError where a layer of `module` uses a weight that is not R, or an optimizer a gradient
-    that is P. After a step of an optimizer that has not all weights, no weight is R before it is sent."""
+class Weights(Shadow):
+    """A shadow that raises RefusedError where a layer of `module` uses a weight that is not R, or an optimizer a
+    gradient that is P. After a step of an optimizer that has not all weights, no weight is R before it is sent."""
 
-    def __init__(self, shadow: Shadow, axis: str) -> None:
-        self.shadow, self.axis, self.module = shadow, axis, nn.Module()
+    def __init__(self, group: Group, axis: str) -> None:
+        super().__init__(group)
+        self.axis, self.module = axis, nn.Module()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        """Follow types, and what layers and optimizers do, inside the block."""
+        with self, ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._used).remove)  # runs before a layer's own
             stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
@@ -145,20 +152,16 @@ class Weights:
     def _used(self, module: nn.Module, inputs: Any, output: Any) -> None:
         where = next((name for name, each in self.module.named_modules() if each is module), "")
         for name, weight in module.named_parameters(recurse=False):
-            if (found := self.shadow.of(weight)) != R:
-                said = f"{NAMES[found]} on axis {self.axis}, and must be {NAMES[R]}"
-                name = f"{where}.{name}".lstrip(".")
-                raise RefusedError(f"{name}: it is {said}: its first values or its updates are not sent to all ranks")
+            if (found := self.of(weight)) != R:
+                why = ": its first values or its updates are not sent to all ranks"
+                raise refusal(f"{f'{where}.{name}'.lstrip('.')}: it", "RVP"[found], "R", self.axis, why)
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if type(p.grad) is Tensor and self.shadow.of(p.grad) == P:
-                names = (name for name, each in self.module.named_parameters() if _lies_in(p, each))
-                said = f"{NAMES[P]} on axis {self.axis}, and must be {NAMES[R]} or, for a share of it, {NAMES[V]}"
-                raise RefusedError(
-                    f"{next(names, 'a parameter')}: the gradient that {type(optimizer).__name__} uses is {said}: an "
-                    "all-reduce or a reduce-scatter is missing"
-                )
+            if type(p.grad) is Tensor and self.of(p.grad) == P:
+                name = next((name for name, each in self.module.named_parameters() if _lies_in(p, each)), "a parameter")
+                why = f" or, for a share of it, {NAMES['V']}: an all-reduce or a reduce-scatter is missing"
+                raise refusal(f"{name}: the gradient that {type(optimizer).__name__} uses", "P", "R", self.axis, why)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         updated = [p for group in optimizer.param_groups for p in group["params"]]
@@ -166,11 +169,11 @@ class Weights:
         has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
         is_ours = any(_lies_in(p, weight) for p in updated for weight in weights)  # not one that is tried out
         for weight in weights if is_ours and not all(has) else ():
-            self.shadow.give(weight, V)
+            self.give(weight, V)
 
     def _resized(self, storage: Any, size: int) -> Any:
-        if storage._cdata in self.shadow.memory:
-            self.shadow.memory[storage._cdata][1].fill_(P)
+        if storage._cdata in self.memory:
+            self.memory[storage._cdata][1].fill_(P)
         return RESIZE(storage, size)
 
 
@@ -194,10 +197,8 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
     for case in (each.of(candidate.kind) for each in CASES if each.name in TYPED and candidate.kind in each.kinds):
         status, says = RIGHT, ""
         try:
-            with clean_torch(), fake_ranks(0, ranks) as group, Shadow(group) as shadow:
-                weights = Weights(shadow, axis)
-                with weights.watched():
-                    observe(candidate, _typed(case, weights), group, Notes())
+            with clean_torch(), fake_ranks(0, ranks) as group, (weights := Weights(group, axis)).watched():
+                observe(candidate, _typed(case, weights), group, Notes())
         except RefusedError as refusal:
             status, says = WRONG, str(refusal)
         except Exception as error:
@@ -214,15 +215,14 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
 
 def _typed(case: Case, weights: Weights) -> Case:
     """A case whose rows are P, and whose weights are V where ranks have other seeds, else R."""
-    shadow = weights.shadow
 
     def prepare(module: Any, rank: int) -> None:
         case.prepare(module, rank)
         for each in (*module.parameters(), *module.buffers()):
-            shadow.give(each, V if case.seeds and isinstance(each, nn.Parameter) else R)
+            weights.give(each, V if case.seeds and isinstance(each, nn.Parameter) else R)
         weights.module = module
 
     def part(full: Tensor, rank: int, world: int) -> Tensor:
-        return shadow.give(case.part(full, rank, world), P)
+        return weights.give(case.part(full, rank, world), P)
 
     return replace(case, prepare=prepare, part=part)

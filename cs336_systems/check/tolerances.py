@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -19,3 +20,14 @@ def likely_bound(dtype: torch.dtype, stages: int) -> float:
     Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41, 2019).
     For half precision, where `bound` is larger than any mistake."""
     return math.sqrt(stages) * UNIT_ROUNDOFF[dtype]
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value, infinite if one is not a number, and 0 of an empty tensor."""
+    return x.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item() if x.numel() else 0.0
+
+
+def factor_of(got: Tensor, want: Tensor) -> float | None:
+    """The number by which a tensor is a multiple of another one, which has several elements, or None."""
+    factor = (got * want).sum().item() / max((want * want).sum().item(), 1e-300)
+    return factor if want.numel() > 1 and (got - factor * want).norm() <= 1e-6 * got.norm() else None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
-from cs336_systems.check.shadow import P, R, RefusedError, Shadow
+from cs336_systems.check.shadow import P, R, RefusedError, Shadow, refusal
 from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Exchange, Group, fake_ranks, pairs
 from cs336_systems.context_parallel import _Ring
@@ -40,7 +40,6 @@ PAIRS = {  # forward and backward of a conjugate pair: its name, the types that 
     (pairs._whole, pairs._part_of_sum): ("gather_sequence", "V", "R"),
     (pairs._part_of_sum, pairs._whole): ("reduce_sequence", "PV", "V"),
 }
-NAMES = {"R": "Replicate", "I": "Invariant", "V": "Varying", "P": "Partial"}
 REMEDIES = {have[0] + into: f"pairs.{name}" for name, have, into in PAIRS.values()} | {"VI": "pairs.reduce"}
 
 
@@ -59,8 +58,7 @@ class _Watch(TorchFunctionMode):
 
     def refusal(self, what: str, have: str, need: str) -> RefusedError:
         remedy = f": {REMEDIES[have + need]} is missing before it" if have + need in REMEDIES else ""
-        types = f"{NAMES[have]} ({have}) on axis {self.axis}, and must be {NAMES[need]} ({need})"
-        return RefusedError(f"{self.where[-1]}: {what} is {types}{remedy}")
+        return refusal(f"{self.where[-1]}: {what}", have, need, self.axis, remedy)
 
     def need(self, x: Tensor, types: str, what: str) -> None:
         """Raises RefusedError unless x has one of the types. Without a gradient R and I are one."""
@@ -93,8 +91,8 @@ class _Watch(TorchFunctionMode):
         with Shadow(self.group) as shadow:
             y: Tensor = loss(shadow.give(logits, P), *args)
         if shadow.of(y) != R:
-            why = "must be Invariant (I): a sum over all ranks' words is missing inside it"
-            raise RefusedError(f"{self.where[-1]}: the loss is Partial (P) on axis {self.axis}, and {why}")
+            why = ": a sum over all ranks' words is missing inside it"
+            raise refusal(f"{self.where[-1]}: the loss", "P", "I", self.axis, why)
         return y
 
     def follow(self, module: nn.Module, stack: ExitStack) -> None:
@@ -153,15 +151,13 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
 
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(mock.patch.object(pairs, "_apply", move))
-        enter(mock.patch.object(Exchange, "__init__", begin))
-        enter(mock.patch.object(Exchange, "wait", lambda exchange: run(wait, "", "V", "", exchange)))
-        enter(mock.patch.object(_Ring, "apply", partial(run, ring, "V", "V", "the ring")))
-        enter(
-            mock.patch.object(
-                vocabulary._CrossEntropy, "apply", partial(run, partial(watch.summed, loss), "V", "I", "the loss")
-            )
-        )
+        for owner, name, new in (
+            (pairs, "_apply", move), (Exchange, "__init__", begin),
+            (Exchange, "wait", lambda exchange: run(wait, "", "V", "", exchange)),
+            (_Ring, "apply", partial(run, ring, "V", "V", "the ring")),
+            (vocabulary._CrossEntropy, "apply", partial(run, partial(watch.summed, loss), "V", "I", "the loss")),
+        ):  # fmt: skip
+            enter(mock.patch.object(owner, name, new))
         watch.follow(module, stack)
         enter(spmd.set_current_mesh({axis: spmd.MeshAxis.of(group)}))
         enter(spmd.checker.typecheck(local=True))

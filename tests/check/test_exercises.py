@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.check.candidates import load_file
-from cs336_systems.check.exercises import grade
+from cs336_systems.check.exercises import VARIANTS, grade
 from cs336_systems.check.targets import EXERCISES, exercise
-from cs336_systems.check.variants import VARIANTS
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
 from tests.check.solutions import MISTAKES, SOLUTIONS
