@@ -3,7 +3,7 @@
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
 and for one direction of a link (data sheets count both). The shares of them that programs reach are one set of
 constants for all machines, except `attainable`: the share that the vendor's library reaches on large 16-bit GEMMs at
-the clock that power allows. `probe_system.py`, which loads torch, is imported only to measure one.
+the clock that power allows. `probe.py`, which loads torch, is imported only to measure one.
 """
 
 import json

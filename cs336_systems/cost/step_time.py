@@ -20,10 +20,9 @@ from typing import NamedTuple
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_time, message_seconds, waiting_seconds
-from cs336_systems.cost.operators import operators_of, vocabulary_rows
+from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.rank import Group, Rank
-from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.presets import ModelConfig, Recompute
 

@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.cost import __main__ as cli
 from cs336_systems.cost.commands import step
-from cs336_systems.cost.commands.explain_step import AXES, PASSES, Derivation, explain_step
+from cs336_systems.cost.commands.explain import AXES, PASSES, Derivation, explain_step
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.cost import probe_system
+from cs336_systems.cost import probe
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import plot
 from cs336_systems.cost.commands.search import command
@@ -120,7 +120,7 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append(study.system))
     monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(given[2]))
     write_json(tmp_path / "own.json", OWN.record())
-    monkeypatch.setattr(probe_system, "probe_here", lambda: replace(OWN, name="this"))
+    monkeypatch.setattr(probe, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
     for words, expected in {
         f"scaling --machine-file {tmp_path / 'own.json'}": [("own", own)],

@@ -24,7 +24,7 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 )  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
     """Measure this machine: products, memory, the cost of launching an operator, sending between two processes."""
-    from cs336_systems.cost.probe_system import probe_here  # torch, which the other commands need not load
+    from cs336_systems.cost.probe import probe_here  # torch, which the other commands need not load
 
     check_out(out)
     system = probe_here(budget, device)

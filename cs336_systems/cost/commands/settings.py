@@ -216,7 +216,7 @@ class MachineOptions:
         if self.machine_file:
             found = machines.read_machine(self.machine_file)
         elif name.lower() == HERE:
-            from cs336_systems.cost.probe_system import probe_here  # torch, which no other machine needs
+            from cs336_systems.cost.probe import probe_here  # torch, which no other machine needs
 
             found = probe_here()
         else:
