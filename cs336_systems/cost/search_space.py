@@ -165,7 +165,7 @@ class Space:
 
 def placement(plan: Plan, node: int) -> str:
     """Ranks that share a node, in words: "tp 4 x dp 2"."""
-    held = [f"{axis} {count}" for axis, count in plan.held(node).items() if count > 1]
+    held = [f"{axis} {count}" for axis in ORDER if (count := plan.local(axis, node=node)) > 1]
     return " x ".join(held) or "nothing"
 
 

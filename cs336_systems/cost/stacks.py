@@ -55,10 +55,6 @@ class Stack:
         layers = balanced_layers(config, plan) if balanced else plan.layers
         return config, plan.override(stack=self.name, layers=layers)
 
-    def seconds(self, predicted: float) -> tuple[float, float]:
-        """The range of a predicted time."""
-        return predicted * self.range[0], predicted * self.range[1]
-
     def bytes(self, predicted: float) -> tuple[float, float]:
         """The range of predicted memory."""
         return predicted * self.memory_range[0], predicted * self.memory_range[1]

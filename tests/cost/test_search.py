@@ -126,7 +126,7 @@ def test_each_loss_is_of_the_fastest_with_that_value(config):
             assert each.net == pytest.approx(sum(more.values()), rel=1e-9)
             assert each.less == max(0.0, -min(more.values())) == (-more[each.gain] if each.gain else 0.0)
             choices = {name: winner.values[name] for name in AXES[:-1]} | {axis: value}
-            held = tuple(winner.plan.held(NODE)[name] for name in ORDER)
+            held = tuple(winner.plan.local(name, node=NODE) for name in ORDER)
             assert each.forced == ((*choices.values(), held) in too_large and axis not in Degrees._fields)
         else:
             assert winner.values[axis] == value or each.factor == 1.0
