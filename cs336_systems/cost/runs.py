@@ -6,7 +6,6 @@ A value that cannot be read counts as absent, and a note says so.
 """
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -21,6 +20,7 @@ from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.template import read_data
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, model_preset
 
@@ -31,7 +31,7 @@ LITTLE = 0.25  # of the microbatches: with more other stages than that, a pipeli
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST = 10**15
 
-KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
+KEYS = read_data("data/run_keys")
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
 # Values of some keys as words, with their meaning: recomputation and attention in the terms of `ModelConfig`.
 FLAGS: dict[str, Any] = {"0": False, "1": True, "false": False, "true": True}

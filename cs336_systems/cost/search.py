@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.search_advice import gpus_needed, more_gpus
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
@@ -154,7 +153,7 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
     """Text of the error if nothing runs, with advice; up to `limit` configurations of `cut` were searched."""
     space, system, tried = found.space, found.system, found.tried
     machines = f"{space.gpus} x {system.name}"
-    if found.left_out and gpus_needed(space, system, space.gpus, space.gpus):
+    if found.left_out and space.gpus_needed(system, space.gpus, space.gpus):
         # Once every layout has been tried, only the choices that were cut remain.
         most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
         return (
@@ -168,7 +167,7 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
     fill = f"a plan may fill {format_bytes(usable_memory(system))}"
     return (
         f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
-        f"{more_gpus(space, system)}"
+        f"{space.more_gpus(system)}"
     )
 
 

@@ -5,7 +5,6 @@ k-th layer on, more than two experts for a token, or shared experts of any width
 `config.json` of Hugging Face.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.cost.machines import read_json
+from cs336_systems.cost.template import read_data
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 
@@ -113,7 +113,7 @@ def projection_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return down, *ups, (heads * latent.value, d)
 
 
-NAMES = tomllib.loads((Path(__file__).parent / "data" / "config_json.toml").read_text(encoding="utf-8"))
+NAMES = read_data("data/config_json")
 
 
 def read_shape(path: Path) -> ModelConfig:

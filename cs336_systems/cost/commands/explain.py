@@ -145,11 +145,10 @@ def _totals(found: Derivation) -> dict[str, Any]:
     step, stage, parts, peak = found.step, found.stage, found.step.parts, found.peak
     flops = forward_flops(request.config, 1, request.seq)
     sequence_flops, least = step.model_flops / plan.global_batch, step.model_flops / (plan.ranks * peak)
-    busy = {way: [(part.times, getattr(part, way).busy) for part in found.parts] for way in PASSES}
-    terms = {
-        way: " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in each if one) or None
-        for way, each in busy.items()
-    }
+    terms = dict[str, str | None]()
+    for way in PASSES:
+        busy = [(part.times, getattr(part, way).busy) for part in found.parts]
+        terms[way] = " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in busy if one) or None
     modules = plan.recompute_modules or ("attention's core",)
     rerun = ", ".join(modules) if request.config.recompute == "attention" else "whole blocks"
     collectives = "" if found.axes else None

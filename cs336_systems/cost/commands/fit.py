@@ -58,7 +58,9 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
-    given = _given(kwargs, named, system)
+    model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})
+    said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
+    given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
     names = dict.fromkeys(each.id for each in found)
@@ -84,14 +86,6 @@ def _prior(machine: MachineOptions, system: System | None, found: Sequence[Obser
         return system.constants
     stacks = [each.stack for each in found if each.stack]
     return STACKS[max(stacks, key=stacks.count)].own() if stacks else CONSTANTS
-
-
-def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> LogOptions:
-    """Options given on the command line, without defaults."""
-    model, plan = take(ModelOptions, kwargs), take(PlanOptions, kwargs)
-    said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
-    known = bool(named & {"size", "d_model"})
-    return LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
 
 
 def _notes(found: Sequence[Observation]) -> str:

@@ -61,17 +61,9 @@ def leaderboard_flash(
 
 
 def leaderboard_step(
-    L: int = 34,
-    D: int = 4096,
-    F: int = 11_008,
-    V: int = 151_936,
-    S: int = 32_768,
-    B: int = 2,
-    N: int = 2,
-    t: float = 3.837,
-    C: float = _B200.matmul_flops,
-    H: float = _B200.memory,
-) -> dict[str, Any]:
+    L: int = 34, D: int = 4096, F: int = 11_008, V: int = 151_936, S: int = 32_768, B: int = 2, N: int = 2,
+    t: float = 3.837, C: float = _B200.matmul_flops, H: float = _B200.memory,
+) -> dict[str, Any]:  # fmt: skip
     """The 2026 leaderboard: a training step of an 8 B model on N devices, t seconds measured."""
     tokens, blocks, table = B * S, L * (4 * D * D + 3 * D * F), V * D
     parameters = blocks + 2 * table + (2 * L + 1) * D

@@ -4,13 +4,12 @@ of the forward time that is communication; and the notebook's mistakes and omiss
 An operator takes the longer of its arithmetic and its memory traffic, plus its collective, which nothing hides.
 """
 
-import tomllib
 from dataclasses import dataclass
 from math import fsum
-from pathlib import Path
 from typing import Any, Literal
 
 from cs336_systems.cost.notebook.physics import Notebook, Operator, attention_operators, mlp_operators
+from cs336_systems.cost.template import read_data
 
 Kind = Literal["wrong", "missing", "text"]
 
@@ -26,6 +25,10 @@ _COLUMNS = (
 )
 _TEXTS = {"layer": "", "comm_topology": "", "comm_bwd_type": "", "comm_fwd_type": "", "comm_size": "GPUs"}
 _UNITS = {"flops": "TFLOP", "t": "ms", "intensity": "ratio", "frac": "ratio"}
+# Fields of an operator that are bytes, by column.
+_BYTES = {"activation_in_mem": "read", "activation_in_other_mem": "read_other", "activation_out_mem": "written"}
+_BYTES |= {"activation_buffer": "kept", "activation_grad_mem": "gradients"}
+_BYTES |= dict.fromkeys(("weights_mem", "weights_grad_mem"), "weights")
 SUMMED = (
     *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
     *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
@@ -83,13 +86,7 @@ def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
     collectives = (operator.forward_collective, operator.backward_collective) if config.tp > 1 else (None, None)
     row: dict[str, Any] = {
         "layer": operator.name,
-        "activation_in_mem": operator.read * 1e-9,
-        "activation_in_other_mem": operator.read_other * 1e-9,
-        "activation_out_mem": operator.written * 1e-9,
-        "activation_buffer": operator.kept * 1e-9,
-        "weights_mem": operator.weights * 1e-9,
-        "activation_grad_mem": operator.gradients * 1e-9,
-        "weights_grad_mem": operator.weights * 1e-9,
+        **{column: getattr(operator, name) * 1e-9 for column, name in _BYTES.items()},
         "comm_size": float(config.tp) if any(collectives) else None,
         "comm_topology": topology if any(collectives) else None,
     }
@@ -138,5 +135,4 @@ class Difference:
     effect: str
 
 
-_FILE = Path(__file__).with_name("differences.toml")
-DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(_FILE.read_text(encoding="utf-8"))["difference"])
+DIFFERENCES = tuple(Difference(**each) for each in read_data("notebook/differences")["difference"])
