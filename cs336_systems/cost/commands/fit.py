@@ -14,10 +14,11 @@ from rich.table import Table
 from cs336_systems.cost.commands.output import new_table, print_page
 from cs336_systems.cost.commands.request import take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
-from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
+from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
+from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -139,7 +140,8 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
     if apart:
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
-    texts = (f"{mean:.1%} {name} (worst {worst:.0%})" for name, logs in ways for mean, worst in [errors(logs)])
+    summed = ((name, *summed_up(exp(log) - 1 for log in logs)) for name, logs in ways)
+    texts = (f"{size:.1%} {name} (worst {abs(worst):.0%})" for name, size, _, worst in summed)
     stacks = dict.fromkeys(each.stack for each in (*fitted, *apart) if each.stack)
     pairs = zip(fitted, result.after, strict=True)
     far = [f"{each.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]

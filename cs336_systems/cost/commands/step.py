@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
-from cs336_systems.cost.commands.request import Request, Training, request_options, take_request, tokens_option
+from cs336_systems.cost.commands.request import Request, request_options, take_request, tokens_option, training, worded
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
@@ -32,7 +32,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     step = request.step()
     found = step_record(request, step)
     if tokens:
-        found["training"] = Training.of(tokens, found["tokens_per_second"], request.plan.ranks)._asdict()
+        found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
     if as_json:
         print_json({**request.record(), **found})
     else:
@@ -106,7 +106,7 @@ def _results(request: Request, found: dict[str, Any]) -> Table:
     values = {
         "system": request.system,
         "attainable": request.system.peak(plan.number),
-        "trained": Training(**found["training"]).words() if "training" in found else (None, None),
+        "trained": worded(found["training"]) if "training" in found else (None, None),
         "need": need,
         "where": f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank",
         "verdict": surely if need <= room else nearly,

@@ -13,30 +13,10 @@ from cs336_systems.cost.template import read_data
 
 Kind = Literal["wrong", "missing", "text"]
 
-# The notebook's columns in its order, by section, and their units by their first word.
-_COLUMNS = (
-    "layer",
-    "flops_fwd activation_in_mem activation_in_other_mem activation_out_mem activation_buffer weights_mem "
-    "total_mem_fwd",
-    "flops_bwd activation_grad_mem weights_grad_mem total_mem_bwd",
-    "comm_bwd comm_bwd_type comm_size comm_fwd comm_fwd_type",
-    "t_comp_fwd t_mem_fwd t_comp_bwd t_mem_bwd intensity t_fwd t_bwd",
-    "comm_topology t_comm_fwd t_comm_bwd t_total_fwd t_total_bwd frac_t_comm_fwd frac_t_comm_bwd",
-)
-_TEXTS = {"layer": "", "comm_topology": "", "comm_bwd_type": "", "comm_fwd_type": "", "comm_size": "GPUs"}
-_UNITS = {"flops": "TFLOP", "t": "ms", "intensity": "ratio", "frac": "ratio"}
-# Fields of an operator that are bytes, by column.
-_BYTES = {"activation_in_mem": "read", "activation_in_other_mem": "read_other", "activation_out_mem": "written"}
-_BYTES |= {"activation_buffer": "kept", "activation_grad_mem": "gradients"}
-_BYTES |= dict.fromkeys(("weights_mem", "weights_grad_mem"), "weights")
-SUMMED = (
-    *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
-    *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
-)
-SECTIONS = tuple(
-    [(name, _TEXTS.get(name, _UNITS.get(name.partition("_")[0], "GB"))) for name in section.split()]
-    for section in _COLUMNS
-)
+# The notebook's columns in its order, by section, and their units.
+_COLUMNS = read_data("notebook/columns")
+SUMMED = tuple(_COLUMNS["summed"])
+SECTIONS = tuple(tuple(section.items()) for section in _COLUMNS["section"])
 UNITS = {name: unit for section in SECTIONS for name, unit in section}
 COLUMNS = tuple(UNITS)
 
@@ -86,7 +66,7 @@ def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
     collectives = (operator.forward_collective, operator.backward_collective) if config.tp > 1 else (None, None)
     row: dict[str, Any] = {
         "layer": operator.name,
-        **{column: getattr(operator, name) * 1e-9 for column, name in _BYTES.items()},
+        **{column: getattr(operator, name) * 1e-9 for column, name in _COLUMNS["bytes"].items()},
         "comm_size": float(config.tp) if any(collectives) else None,
         "comm_topology": topology if any(collectives) else None,
     }
