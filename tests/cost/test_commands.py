@@ -16,8 +16,7 @@ from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question
 from cs336_systems.cost.flops import forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
-from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import as_records
+from cs336_systems.cost.notebook.tables import Notebook, as_records
 from cs336_systems.cost.operator_time import collective_seconds
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan_memory import peak_bytes

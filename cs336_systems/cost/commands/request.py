@@ -44,8 +44,7 @@ class Request:
         return sum(count_parameters(self.config).values())
 
     def timed(self, groups: Iterable[tuple[Group, int]]) -> list[TimedPart]:
-        """Some parts of the model, and how many of each, on one rank for one microbatch; blocks that recompute are
-        apart from those that do not."""
+        """Some parts of the model, so many of each, on one rank for one microbatch; blocks that recompute are apart."""
         config, plan, seq, system = self.args
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)

@@ -1,5 +1,4 @@
-"""`search`: every layout of a model on so many accelerators; the best ten, the command that predicts the first again,
-and why the rest lose."""
+"""`search`: the ten best layouts of a model on so many accelerators, the first one's command, why the rest lose."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -70,8 +70,7 @@ def shares(config: ModelConfig, seq: int, system: System, axis: Axis, tried: Seq
 def draw(
     config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int, stack: StackName = "megatron"
 ) -> Any:
-    """A matplotlib Figure of four panels, one for each axis, with a line for each machine. Raises UserError if no
-    degree divides."""
+    """A matplotlib Figure: a panel for each axis, a line for each machine. Raises UserError if no degree divides."""
     heading = (
         f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens{of_stack(stack)}, nothing hidden; "
         "ringed: the first degree at which communication takes longer than computing"
