@@ -182,7 +182,6 @@ class TimedPart:
     forward: Timing
     backward: Timing
     recompute: Timing
-
     sent_again: tuple[Collective, ...] = ()
     recomputed: bool = True  # False: blocks that recompute nothing, where other blocks do
 

@@ -28,6 +28,7 @@ from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import SECONDS, System
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.step import Hardware
+from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import available_memory, choose_device, device_name
@@ -180,18 +181,10 @@ def probe_system(device: torch.device, budget: float, advance: Callable[[str], N
     constants |= {"inside": 1.0, "between": 1.0, "call": 0.0, "host": start if cuda else 0.0}
     constants |= {} if cuda else {"start": start}
     measured = f"measured on {device_name(device)}, {datetime.now(UTC).date().isoformat()}"
-    ranks = f"{measured}: {backend} between {RANKS} ranks here"
-    sources = dict.fromkeys((*constants, "processors"), measured) | {
-        "matmul_flops": f"{measured}: bf16 products, within {laws[2].error:.0%}",
-        "wide_flops": f"{measured}: fp32 products, within {laws[4].error:.0%}",
-        "attainable": "the rates are what products reach",
-        "bandwidth": f"{measured}: a large copy",
-        "memory": f"{measured}: {'of the device' if cuda else 'free for a program'}",
-        "touch": f"{measured}: a large tensor's first write, less its next",
-        "node": f"{measured}: accelerators here",
-        "inside": ranks,
-        "between": f"{ranks}: no other machine was there",
-    }
+    values = {"measured": measured, "backend": backend, "ranks": RANKS, "cuda": cuda}
+    values |= {"half": laws[2].error, "whole": laws[4].error}
+    named = (line.partition("|") for line in fill_file("sources", values))
+    sources = dict.fromkeys((*constants, "processors"), measured) | {name: text for name, _, text in named}
     total = torch.cuda.get_device_properties(device).total_memory if cuda else available_memory(device)
     return System(
         device_name(device), laws[2].rate, laws[4].rate, 1.0, copy, total, processors_of(device),
