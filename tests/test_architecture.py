@@ -24,7 +24,7 @@ TORCH_FREE = tuple(
     f"cs336_systems/{name}"
     for name in ("presets", "errors", "traffic", "schedule", "layout", "host/console", "host/text", "cost")
 )
-MEASURES = ("probe.py", "probe_system.py", "observed.py")  # of cost/, run by commands of their own
+MEASURES = ("probe.py", "observed.py")  # of cost/, run by commands of their own
 
 
 def ids(path: Path) -> str:

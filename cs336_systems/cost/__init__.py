@@ -3,7 +3,7 @@
 `step` predicts this project's own runs from counts of their operators (`observed`). `step_time` and `plan_memory`
 predict large runs on any machine, and `search` finds the best plan. `notebook/` is the roofline notebook that the model
 grew from, `course/` has the accounting questions of a course, and `fitting/` fits the constants. Only `observed` and
-the probes, which measure this machine, need torch.
+`probe`, which measures this machine, need torch.
 """
 
 from cs336_systems.cost.capacity import memory

@@ -23,7 +23,7 @@ def memory(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, i
     return observe_passes(config, batch, seq).memory(mode)
 
 
-def describe_parts(parts: Mapping[str, int]) -> str:
+def describe_parts(parts: Mapping[str, float]) -> str:
     """Name the parts that have bytes, and how many."""
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
 

@@ -51,13 +51,9 @@ def features(config: ModelConfig, plan: Plan) -> list[str]:
     return [name for name, there in named.items() if there]
 
 
-DOMAIN = (
-    f"Predictions of time are valid for the runs that they were fitted to: {COUNT} published runs of transformers on "
-    f"{', '.join(MACHINES)}, d_model {WIDTHS[0]} to {WIDTHS[1]}, {NARROWEST} of it or more "
-    f"on a tensor-parallel rank, sequences of {SEQUENCES[0]} to {SEQUENCES[1]} tokens, up to "
-    f"{RANKS} accelerators. They are for a steady step on a quiet network: no data loading, evaluation, "
-    "checkpoints, stragglers or failures. Outside of these ranges a warning says what differs."
-)
+_FITTED = {"count": COUNT, "machines": ", ".join(MACHINES), "sequences": SEQUENCES, "widths": WIDTHS}
+_FITTED |= {"most_ranks": RANKS, "least_share": NARROWEST, "most_times": MANY_RANGE[1]}
+DOMAIN = fill_file("domain", _FITTED)[0]
 
 
 def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
@@ -75,9 +71,9 @@ def time_range(step: StepTime) -> tuple[float, float]:
     It is wider outside the domain."""
     if step.config.num_experts > MANY_EXPERTS:
         return MANY_RANGE[0] * step.total, MANY_RANGE[1] * step.total
-    low, high = STACKS[step.plan.stack].seconds(step.total)
+    low, high = STACKS[step.plan.stack].range
     wider = WIDER if outside(step) else 1.0
-    return low / wider, high * wider
+    return low * step.total / wider, high * step.total * wider
 
 
 def describe_range(step: StepTime) -> str:
@@ -115,6 +111,4 @@ def _sentences(step: StepTime, memory: dict[str, Any]) -> list[str]:
         "balanced": "" if experts else None,
         "new": " and ".join(filter(None, (", ".join(new[:-1]), *new[-1:]))) or None,
     }
-    fitted = {"machines": ", ".join(MACHINES), "sequences": SEQUENCES, "widths": WIDTHS, "most_ranks": RANKS}
-    fitted |= {"least_share": NARROWEST, "most_times": MANY_RANGE[1]}
-    return fill_file("warnings", values | fitted | memory | {"plan": plan, "system": system})
+    return fill_file("warnings", values | _FITTED | memory | {"plan": plan, "system": system})

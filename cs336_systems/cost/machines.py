@@ -3,7 +3,7 @@
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
 and for one direction of a link (data sheets count both). The shares of them that programs reach are one set of
 constants for all machines, except `attainable`: the share that the vendor's library reaches on large 16-bit GEMMs at
-the clock that power allows. `probe_system.py`, which loads torch, is imported only to measure one.
+the clock that power allows. `probe.py`, which loads torch, is imported only to measure one.
 """
 
 import json
@@ -185,8 +185,8 @@ def read_machine(path: Path) -> System:
     kinds = {each.name: each.type for each in fields(System) if each.name != "constants"}
     # Files written before machines had the field do not have it.
     later = {name: getattr(System, name) for name in ("overlap", *LATER)}
-    found = later | found if isinstance(found, dict) else found
-    if not isinstance(found, dict) or set(found) != set(kinds):
+    found = later | found if isinstance(found, dict) else {}
+    if set(found) != set(kinds):
         raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
     wanted = {"overlap": (f"one of {', '.join(get_args(Overlap))}", found["overlap"] in get_args(Overlap))}
     wanted["name"] = "text", isinstance(found["name"], str)

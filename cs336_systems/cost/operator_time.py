@@ -15,10 +15,9 @@ from math import log2
 from typing import Any
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operators import operators_of
+from cs336_systems.cost.operators import operators_of, repeated
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.rank import Collective, Group, Kernel, Operator, Rank
-from cs336_systems.cost.recomputation import repeated
 from cs336_systems.layout import MAPPED
 from cs336_systems.presets import ModelConfig
 from cs336_systems.traffic import TRAFFIC
@@ -183,7 +182,6 @@ class TimedPart:
     forward: Timing
     backward: Timing
     recompute: Timing
-
     sent_again: tuple[Collective, ...] = ()
     recomputed: bool = True  # False: blocks that recompute nothing, where other blocks do
 

@@ -133,10 +133,6 @@ class Plan:
         held = _held(tuple((axis, getattr(self, axis)) for axis in self.order), node)
         return prod(held[axis] for axis in axes)
 
-    def held(self, node: int) -> dict[str, int]:
-        """Ranks along each axis that one node holds."""
-        return {axis: self.local(axis, node=node) for axis in ORDER}
-
     def check(self, config: ModelConfig, seq: int) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
         if config.num_layers > MOST_LAYERS:

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from cs336_systems.cost import step_time
 from cs336_systems.cost.machines import GIB, System
-from cs336_systems.cost.operators import operators_of, vocabulary_rows
+from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Group, Rank
-from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig

@@ -6,7 +6,6 @@ A value that cannot be read counts as absent, and a note says so.
 """
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -21,6 +20,7 @@ from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.template import read_data
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, model_preset
 
@@ -31,7 +31,7 @@ LITTLE = 0.25  # of the microbatches: with more other stages than that, a pipeli
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST = 10**15
 
-KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
+KEYS = read_data("data/run_keys")
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
 # Values of some keys as words, with their meaning: recomputation and attention in the terms of `ModelConfig`.
 FLAGS: dict[str, Any] = {"0": False, "1": True, "false": False, "true": True}
@@ -178,7 +178,12 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
     name = str(given.get("id") or name)
     try:
         row, notes = tidy(given)
-        system = _system(row, notes)
+        found = nearest_system(row.get("gpu", DEFAULT_SYSTEM))
+        system = found or system_preset(DEFAULT_SYSTEM)
+        if not found:
+            notes.append(f"gpu {row['gpu']!r} is not known: {system.name} is taken")
+        between = replace(system.between, bandwidth=float(row.get("network", system.between.bandwidth)))
+        system = replace(system, node=row.get("nvs", system.node), between=between)
         system.check_fp8(row.get("fp8", False))
         stack = STACKS[row.get("stack", usual_stack(row.get("zero", 0)))]
         system, config = stack.on(system), _config(row, system).override(kernels=stack.kernels)
@@ -190,15 +195,6 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
         notes.append(f"gpus {row['gpus']} is not tp x pp x dp x cp = {plan.ranks}, which is taken")
     said = {"id": name} | {key: value for key, value in given.items() if value is not None}
     return TrainingRun(name, config, plan, seq, system, row.get("t_iter_s"), tuple(notes), row.get("mem_gib"), said)
-
-
-def _system(row: dict[str, Any], notes: list[str]) -> System:
-    found = nearest_system(row.get("gpu", DEFAULT_SYSTEM))
-    system = found or system_preset(DEFAULT_SYSTEM)
-    if not found:
-        notes.append(f"gpu {row['gpu']!r} is not known: {system.name} is taken")
-    between = replace(system.between, bandwidth=float(row.get("network", system.between.bandwidth)))
-    return replace(system, node=row.get("nvs", system.node), between=between)
 
 
 def _config(row: dict[str, Any], system: System) -> ModelConfig:

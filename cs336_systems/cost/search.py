@@ -7,14 +7,13 @@ Configurations of equal time and memory share one place, such as ZeRO 1 and 2 wi
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.search_advice import gpus_needed, more_gpus
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
@@ -116,32 +115,21 @@ class Search:
 
 
 def search(
-    config: ModelConfig,
-    seq: int,
-    system: System,
-    gpus: int,
-    global_batch: int,
-    *,
-    width: int = 2,
-    overlap: Overlap | None = None,
-    fixed: Mapping[str, Any] | None = None,
-    limit: int = LIMIT,
-    advance: Callable[[str], None] = lambda note: None,
-    stack: str = "megatron",
-    fp8: bool = False,
-) -> Search:
+    config: ModelConfig, seq: int, system: System, gpus: int, global_batch: int, *, limit: int = LIMIT,
+    advance: Callable[[str], None] = lambda note: None, **rest: Any,
+) -> Search:  # fmt: skip
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
-    `fixed` holds some of `AXES` at one value. A space of more than `limit` configurations is cut: `left_out` names
-    what is left out, except around the best. `overlap` is the machine's unless given. `advance` is called
-    after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
+    `rest` are other fields of `Space`; `overlap` is the machine's unless given. A space of more than `limit`
+    configurations is cut: `left_out` names what is left out, except around the best. `advance` is called after each of
+    `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
     """
     if gpus > MOST_GPUS:
         raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
-    if unknown := [axis for axis in fixed or {} if axis not in AXES]:
+    if unknown := [axis for axis in rest.get("fixed", ()) if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
-    space = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
-    whole = replace(space, stack=stack, fp8=fp8)
+    rest["overlap"] = rest.get("overlap") or system.overlap
+    whole = Space(config, seq, gpus, global_batch, system.node, **rest)
     space, left_out = whole.within(limit)
     trial = _Trial(Search(whole, system, left_out=left_out))
     layouts = space.layouts()
@@ -165,7 +153,7 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
     """Text of the error if nothing runs, with advice; up to `limit` configurations of `cut` were searched."""
     space, system, tried = found.space, found.system, found.tried
     machines = f"{space.gpus} x {system.name}"
-    if found.left_out and gpus_needed(space, system, space.gpus, space.gpus):
+    if found.left_out and space.gpus_needed(system, space.gpus, space.gpus):
         # Once every layout has been tried, only the choices that were cut remain.
         most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
         return (
@@ -179,7 +167,7 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
     fill = f"a plan may fill {format_bytes(usable_memory(system))}"
     return (
         f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
-        f"{more_gpus(space, system)}"
+        f"{space.more_gpus(system)}"
     )
 
 

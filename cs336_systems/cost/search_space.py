@@ -2,18 +2,24 @@
 
 First come all degrees whose product is the number of accelerators. For each, there are choices of microbatch, chunks
 per stage, recomputation, sequence parallelism, ZeRO stage, and of the axes that share a node. The choices multiply, so
-a space can be cut to a number of configurations.
+a space can be cut to a number of configurations. Where nothing in a space runs, `more_gpus` advises: it keeps fixed
+choices if it can; if no number of accelerators is enough with them, it releases each in turn, and names those whose
+release needs the fewest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product, starmap
 from math import isqrt, prod
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.plan import ORDER, Overlap, Plan
+from cs336_systems.cost.machines import System
+from cs336_systems.cost.plan import OPTIONS, ORDER, RECOMPUTE_NAMES, Overlap, Plan
+from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import flag
 from cs336_systems.presets import ModelConfig, Recompute
 
 AXES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "recompute", "sequence", "zero", "placement")
@@ -144,6 +150,56 @@ class Space:
         micro_batches, chunks, *_ = self._lists(degrees)
         return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
 
+    def gpus_needed(self, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
+        """The first number of accelerators, doubled from `least` (twice as many as there are) to `most`, on which
+        something fits with the space's fixed choices; 0 if nothing does with this batch."""
+        gpus, available = least or 2 * self.gpus, usable_memory(system)
+        while gpus <= most:
+            wider = replace(self, gpus=gpus)
+            if any(not wider.refusal(each) and wider._fits_somehow(each, available) for each in wider.layouts()):
+                return gpus
+            gpus *= 2
+        return 0
+
+    def _fits_somehow(self, degrees: Degrees, most: float) -> bool:
+        """True if these degrees fit with the choices that need least memory."""
+        choices = set(self.choices(degrees))
+        if not choices or ("placement" in self.fixed and not self.placements(degrees)):
+            return False
+        chunks, small = min(each.chunks for each in choices), min(each.micro_batch for each in choices)
+        recompute = max((each.recompute for each in choices), key=RECOMPUTES.index)
+        config = self.config.override(recompute=recompute)
+        for choice in sorted(choices, key=lambda each: (-each.zero, not each.sequence, each.micro_batch)):
+            if (choice.chunks, choice.recompute) != (chunks, recompute):
+                continue
+            # ZeRO 2 splits gradients only if a step has a single microbatch: then a large one may need less.
+            if choice.micro_batch > small and choice.zero != 2:
+                continue
+            with suppress(UserError):  # it does not divide
+                if sum(peak_bytes(config, self.plan(degrees, choice), self.seq)[1].values()) <= most:
+                    return True
+        return False
+
+    def more_gpus(self, system: System) -> str:
+        """Text: the number of accelerators that would be enough, or the fixed choice to release if none is."""
+        if enough := self.gpus_needed(system):
+            return f"it would fit on {enough}"
+        never = f"no number up to {MOST_GPUS} would do"
+        if not self.fixed:
+            return f"{never}: raise the batch"
+        never += f" with {' '.join(option(axis, value) for axis, value in self.fixed.items())}"
+        fewest, named = MOST_GPUS, list[str]()
+        for axis, value in self.fixed.items():
+            others = {name: held for name, held in self.fixed.items() if name != axis}
+            if freed := replace(self, fixed=others).gpus_needed(system, self.gpus, fewest):
+                named = [*(named if freed == fewest else []), option(axis, value)]
+                fewest = freed
+        if named:
+            return f"{never}: without {' or without '.join(named)} it would fit on {fewest}"
+        if freed := replace(self, fixed={}).gpus_needed(system, self.gpus):
+            return f"{never}: without all of these it would fit on {freed}"
+        return f"{never}, nor without: raise the batch"
+
     def _lists(self, degrees: Degrees) -> list[list[Any]]:
         """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""
         rows = self.global_batch // (degrees.dp * degrees.ep)
@@ -165,7 +221,7 @@ class Space:
 
 def placement(plan: Plan, node: int) -> str:
     """Ranks that share a node, in words: "tp 4 x dp 2"."""
-    held = [f"{axis} {count}" for axis, count in plan.held(node).items() if count > 1]
+    held = [f"{axis} {count}" for axis in ORDER if (count := plan.local(axis, node=node)) > 1]
     return " x ".join(held) or "nothing"
 
 
@@ -176,3 +232,12 @@ def refused(check: Callable[[], object]) -> str:
     except UserError as error:
         return str(error).split(":")[0]
     return ""
+
+
+def option(axis: str, value: Any) -> str:
+    """The command-line option of `search` that fixes a choice."""
+    if axis == "sequence":
+        return "--sequence-parallel" if value else "--no-sequence-parallel"
+    if axis == "recompute":
+        return f"--recompute {RECOMPUTE_NAMES[value]}"
+    return f"{flag(OPTIONS.get(axis, axis))} {value}"

@@ -5,7 +5,6 @@ k-th layer on, more than two experts for a token, or shared experts of any width
 `config.json` of Hugging Face.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.cost.machines import read_json
+from cs336_systems.cost.template import read_data
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 
@@ -68,12 +68,10 @@ def shaped(**sizes: Any) -> ModelConfig:
     if routing:
         if not sizes.get("num_experts"):
             raise UserError(f"{', '.join(routing)}: the model has no experts: give their number with --num-experts")
-        began = sizes.get("mixture", Mixture())
-        whole = {each.name: getattr(began, each.name) for each in fields(began)} | routing
-        plain = whole["top_k"] <= Mixture.most and not whole.get("shared_d_ff")
-        sizes["mixture"] = (
-            Mixture(**{k: v for k, v in whole.items() if k != "shared_d_ff"}) if plain else Routing(**whole)
-        )
+        whole = {"shared_d_ff": 0} | vars(sizes.get("mixture", Mixture())) | routing
+        if whole["top_k"] <= Mixture.most and not whole["shared_d_ff"]:
+            del whole["shared_d_ff"]
+        sizes["mixture"] = Routing(**whole) if "shared_d_ff" in whole else Mixture(**whole)
     own = {each.name for each in fields(Shape)} - {each.name for each in fields(ModelConfig)}
     if any(sizes.get(name) for name in own):
         return Shape(**sizes)
@@ -83,7 +81,7 @@ def shaped(**sizes: Any) -> ModelConfig:
 def wider(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Copy of the model with changes, made by `shaped`."""
     changes = {name: value for name, value in changes.items() if value is not None}
-    return shaped(**{each.name: getattr(config, each.name) for each in fields(config)} | changes)
+    return shaped(**vars(config) | changes)
 
 
 def shared_width(config: ModelConfig) -> int:
@@ -113,12 +111,11 @@ def projection_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return down, *ups, (heads * latent.value, d)
 
 
-NAMES = tomllib.loads((Path(__file__).parent / "data" / "config_json.toml").read_text(encoding="utf-8"))
+NAMES = read_data("data/config_json")
 
 
 def read_shape(path: Path) -> ModelConfig:
-    """The model of a Hugging Face `config.json`. Raises UserError for a file that cannot be read and a size that is
-    missing or no whole number."""
+    """The model of a Hugging Face `config.json`. Raises UserError for a bad file, and a size missing or not whole."""
     given = read_json(path, "no config.json")
     if not isinstance(given, dict):
         raise UserError(f"{path} is no config.json, which is one JSON object")

@@ -2,16 +2,15 @@
 same plan and machine. Each has constants, factors of its memory, and a range that four of five runs fall into.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
 from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Group, Rank
+from cs336_systems.cost.template import read_data
 from cs336_systems.presets import ModelConfig
 
 StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]
@@ -55,17 +54,13 @@ class Stack:
         layers = balanced_layers(config, plan) if balanced else plan.layers
         return config, plan.override(stack=self.name, layers=layers)
 
-    def seconds(self, predicted: float) -> tuple[float, float]:
-        """The range of a predicted time."""
-        return predicted * self.range[0], predicted * self.range[1]
-
     def bytes(self, predicted: float) -> tuple[float, float]:
         """The range of predicted memory."""
         return predicted * self.memory_range[0], predicted * self.memory_range[1]
 
 
 def _read() -> dict[str, Stack]:
-    rows = tomllib.loads((Path(__file__).parent / "data" / "stacks.toml").read_text(encoding="utf-8"))
+    rows = read_data("data/stacks")
     found = {}
     for name, row in rows.items():
         if "like" in row:  # the constants of that stack: no run of this one was fitted

@@ -9,22 +9,20 @@ during the first one's forward. Stage 3 gathers weights for every forward and ba
 reduce-scatters every microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
 """
 
-import tomllib
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd
-from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_time, message_seconds, waiting_seconds
-from cs336_systems.cost.operators import operators_of, vocabulary_rows
+from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.rank import Group, Rank
-from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.template import read_data
 from cs336_systems.presets import ModelConfig, Recompute
 
 GRADIENT = 4  # bytes: gradients add up in 32 bits
@@ -32,7 +30,7 @@ GRADIENT = 4  # bytes: gradients add up in 32 bits
 # three; set the gradient to zero. In half precision the 16-bit weight is written as well.
 OPTIMIZER_BYTES = 4 + 16 + 12 + 4
 # Parts of a step in order; the first, which every microbatch takes, are the fields of `Seconds`.
-PARTS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "data" / "parts.toml").read_text("utf-8"))
+PARTS: dict[str, dict[str, str]] = read_data("data/parts")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 `{hidden:yes|no}` is one of two texts, by a condition. A line that names a value which is None is left out.
 """
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from string import Formatter
@@ -50,11 +51,16 @@ def fill(template: str, values: Mapping[str, Any], number: Number = unit_text) -
     return (_Filled(number).vformat(line, (), values) for line in kept_lines(template, values))
 
 
+def read_data(name: str) -> dict[str, Any]:
+    """The tables of `NAME.toml`, a path from this folder."""
+    return tomllib.loads(read_template(f"{name}.toml"))
+
+
 def read_template(name: str) -> str:
-    """The text of `templates/NAME.txt`."""
-    return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
+    """The text of a template, a path from this folder."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def fill_file(name: str, values: Mapping[str, Any]) -> list[str]:
     """Lines of `templates/NAME.txt` with their values."""
-    return list(fill(read_template(name), values))
+    return list(fill(read_template(f"templates/{name}.txt"), values))

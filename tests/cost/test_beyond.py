@@ -12,11 +12,10 @@ from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions
 from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.machines import changed, system_preset
 from cs336_systems.cost.operator_time import group_seconds
-from cs336_systems.cost.operators import operators_of
+from cs336_systems.cost.operators import operators_of, repeated
 from cs336_systems.cost.plan import MODULES, Plan
 from cs336_systems.cost.plan_memory import rank_bytes
 from cs336_systems.cost.rank import Rank
-from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.shape import read_shape, wider
 from cs336_systems.cost.step_time import Seconds, data_parallel_seconds, optimizer_seconds, stage_weights, step_time
 from cs336_systems.errors import UserError

@@ -10,14 +10,13 @@ import pytest
 
 from cs336_systems.cost import __main__ as cli
 from cs336_systems.cost.commands import step
-from cs336_systems.cost.commands.explain_step import AXES, PASSES, Derivation, explain_step
+from cs336_systems.cost.commands.explain import AXES, PASSES, Derivation, explain_step
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question
 from cs336_systems.cost.flops import forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
-from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import as_records
+from cs336_systems.cost.notebook.tables import Notebook, as_records
 from cs336_systems.cost.operator_time import collective_seconds
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan_memory import peak_bytes

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cs336_systems.cost.commands.notebook_page import print_notebook
-from cs336_systems.cost.notebook import physics as nb
+from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.notebook.tables import (
     COLUMNS,
     DIFFERENCES,

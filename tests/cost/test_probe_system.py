@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from cs336_systems.cost import probe
-from cs336_systems.cost import probe_system as probing
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import Constants, System, read_machine, write_json
 from cs336_systems.cost.operator_time import TILE, kernel_time, new_bytes, product_rate
-from cs336_systems.cost.probe_system import TimedGemm, fit_law
+from cs336_systems.cost.probe import TimedGemm, fit_law
 from cs336_systems.cost.rank import Kernel, sweep
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -126,12 +125,12 @@ def test_the_commands_predict_for_it(tmp_path, capsys, monkeypatch):
     slower = replace(LAPTOP, measured=LAPTOP.measured | {"ramp": 500.0})
     write_json(tmp_path / "slow.json", slower.record())
     assert predicted(capsys, "--machine-file", str(tmp_path / "slow.json")) > 1.2 * seconds  # its own constants count
-    monkeypatch.setattr(probing, "probe_here", lambda: LAPTOP)
+    monkeypatch.setattr(probe, "probe_here", lambda: LAPTOP)
     assert predicted(capsys, "--system", "HERE") == seconds
 
 
 def test_the_command_shows_each_figure_and_its_source(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probing, "probe_here", lambda budget, device: LAPTOP)
+    monkeypatch.setattr(probe, "probe_here", lambda budget, device: LAPTOP)
     assert run_command(main, ["probe", "--out", str(tmp_path / "m.json")]) == 0
     out = capsys.readouterr().out
     assert "200 GFLOP/s" in out
@@ -143,7 +142,7 @@ def test_the_command_shows_each_figure_and_its_source(tmp_path, capsys, monkeypa
 
 
 def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probing, "probe_here", lambda budget, device: pytest.fail("measured"))
+    monkeypatch.setattr(probe, "probe_here", lambda budget, device: pytest.fail("measured"))
     for path, words in ((tmp_path / "no" / "m.json", "there is no folder"), (tmp_path, "it is a folder")):
         assert run_command(main, ["probe", "--out", str(path)]) == 2
         assert f"{words}" in capsys.readouterr().err
@@ -151,7 +150,7 @@ def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path, capsys
 
 def test_a_device_that_is_not_there_is_said_before_measuring(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(probing, "probe_system", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr(probe, "probe_system", lambda *given: pytest.fail("measured"))
     assert run_command(main, ["probe", "--device", "cuda"]) == 2
     assert "error: --device cuda, but torch finds no CUDA device here" in capsys.readouterr().err
 
@@ -161,7 +160,7 @@ def fail_on_a_rank(*given):
 
 
 def test_a_probe_that_dies_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(probing, "run_ranks", fail_on_a_rank)
+    monkeypatch.setattr(probe, "run_ranks", fail_on_a_rank)
     assert run_command(main, ["probe", "--device", "cpu"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == (
@@ -171,9 +170,9 @@ def test_a_probe_that_dies_is_one_line(monkeypatch, capsys):
 
 def probe_case(rank: int, world: int, folder: str, out: str) -> None:
     """In a process of its own, for ranks are forked from one that has run no tensor code."""
-    probing.CPU_SIZES, probing.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16
-    probing.COPIED, probing.HEADS, probing.ROUNDS, probe.FRESH_BYTES = {"cpu": 2**16}, 1, 2, 2**20
-    write_json(probing.Path(out), probing.probe_here(0.05, "cpu").record())
+    probe.CPU_SIZES, probe.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16
+    probe.COPIED, probe.HEADS, probe.ROUNDS, probe.FRESH_BYTES = {"cpu": 2**16}, 1, 2, 2**20
+    write_json(probe.Path(out), probe.probe_here(0.05, "cpu").record())
 
 
 def test_this_machine_has_figures(tmp_path):

@@ -18,7 +18,6 @@ from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import ORDER, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.search import BEST, Search, search
-from cs336_systems.cost.search_advice import gpus_needed
 from cs336_systems.cost.search_space import AXES, Degrees, Space, placement
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
@@ -126,7 +125,7 @@ def test_each_loss_is_of_the_fastest_with_that_value(config):
             assert each.net == pytest.approx(sum(more.values()), rel=1e-9)
             assert each.less == max(0.0, -min(more.values())) == (-more[each.gain] if each.gain else 0.0)
             choices = {name: winner.values[name] for name in AXES[:-1]} | {axis: value}
-            held = tuple(winner.plan.held(NODE)[name] for name in ORDER)
+            held = tuple(winner.plan.local(name, node=NODE) for name in ORDER)
             assert each.forced == ((*choices.values(), held) in too_large and axis not in Degrees._fields)
         else:
             assert winner.values[axis] == value or each.factor == 1.0
@@ -197,7 +196,7 @@ def test_a_model_that_fits_nowhere():
     with pytest.raises(UserError, match=f"it would fit on {enough}"):
         search(MODEL, SEQ, less, enough // 2, 64)
     none = replace(SMALL, memory=1e3)
-    assert gpus_needed(Space(MODEL, SEQ, 2**18, 64, NODE), none) == 0
+    assert Space(MODEL, SEQ, 2**18, 64, NODE).gpus_needed(none) == 0
     with pytest.raises(UserError, match="nothing divides over 7 accelerators"):
         search(MODEL.override(num_layers=4), 250, SMALL, 7, 12)
 

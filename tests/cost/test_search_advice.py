@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.cost import probe_system
+from cs336_systems.cost import probe
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import plot
 from cs336_systems.cost.commands.search import command
@@ -13,8 +13,7 @@ from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, S
 from cs336_systems.cost.machines import CONSTANTS, system_preset, write_json
 from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
-from cs336_systems.cost.search_advice import gpus_needed, option
-from cs336_systems.cost.search_space import Space
+from cs336_systems.cost.search_space import Space, option
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -76,7 +75,7 @@ def test_what_would_fit_keeps_what_is_held(capsys):
     enough = int(line.split("it would fit on ")[1])
     fixed = {"tp": 2, "zero": 0, "recompute": "none"}
     assert search(GPT3, 2048, A100, enough, 512, fixed=fixed).running
-    assert enough > gpus_needed(Space(GPT3, 2048, 32, 512, 8), A100)
+    assert enough > Space(GPT3, 2048, 32, 512, 8).gpus_needed(A100)
 
 
 def test_nothing_to_release(capsys):
@@ -120,7 +119,7 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append(study.system))
     monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(given[2]))
     write_json(tmp_path / "own.json", OWN.record())
-    monkeypatch.setattr(probe_system, "probe_here", lambda: replace(OWN, name="this"))
+    monkeypatch.setattr(probe, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
     for words, expected in {
         f"scaling --machine-file {tmp_path / 'own.json'}": [("own", own)],

@@ -6,8 +6,7 @@ from typing import Any
 
 from cs336_systems.cost.commands.notebook_page import MACHINE, compared
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import DIFFERENCES, UNITS, Kind
+from cs336_systems.cost.notebook.tables import DIFFERENCES, UNITS, Kind, Notebook
 from cs336_systems.cost.notebook.tables import Table as NotebookTable
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import roofline

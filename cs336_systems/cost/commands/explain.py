@@ -1,5 +1,6 @@
-"""`explain`: derivations of a step, and of the answers to the course's accounting questions."""
+"""`explain`: derivations of a step, and of answers to the course's accounting questions; templates have the words."""
 
+from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -7,15 +8,23 @@ import click
 from rich.markdown import Markdown
 from rich.table import Table
 
-from cs336_systems.cost.commands.explain_step import explain_step
+from cs336_systems.cost import step_time
 from cs336_systems.cost.commands.output import new_table, print_page, print_warnings
-from cs336_systems.cost.commands.request import request_options, take, take_request
+from cs336_systems.cost.commands.request import Request, request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
+from cs336_systems.cost.domain import describe_range
+from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
+from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
+from cs336_systems.cost.rank import Collective
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_count, options
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
+
+AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
+PASSES = ("forward", "backward", "recompute")
+SCATTERED = "reduce-scattered, and weights gathered"
 
 
 class Topics(click.Group):
@@ -100,3 +109,135 @@ def _answer(name: str, numbers: tuple[str, ...]) -> None:
         screen.print(Markdown(text))
     else:
         click.echo(text)
+
+
+class Derivation:
+    """A predicted step with the numbers behind it: the slowest stage, and its groups of operators timed."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.step = request, request.step()
+        self.plan, self.system = request.plan, request.system
+        stage = request.config, request.plan, request.seq, self.step.stage
+        self.stage = step_time.stage_seconds(*stage, request.system)
+        self.parts = request.timed(step_time.stage_groups(request.config, request.plan, self.step.stage))
+        self.peak = self.system.peak(self.plan.number)
+        self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
+
+    def collectives(self, part: TimedPart, axis: str) -> dict[str, Counter[Collective]]:
+        """How often a part of the model launches each collective along an axis, by pass."""
+        operators = [each.operator for each in part.operators]
+        sent = {"forward": [each.sent for each in operators], "backward": [each.returned for each in operators]}
+        sent["recompute"] = [part.sent_again]
+        return {way: Counter(one for many in each for one in many if one.axis == axis) for way, each in sent.items()}
+
+
+def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
+    """Numbers and tables of the derivation of `step_time`, from a model's FLOPs to the last second. The template
+    uses the names of the variables here. Raises UserError as `step_time` does."""
+    found = Derivation(request)
+    tables = {"kernels": _kernels(found), "axes": _axes(found), "collectives": _collectives(found)}
+    return _totals(found) | _product(found) | _between(found), tables
+
+
+def _totals(found: Derivation) -> dict[str, Any]:
+    """FLOPs, passes of a microbatch, AdamW, and the sum."""
+    request, plan, system, constants = found.request, found.plan, found.system, found.system.constants
+    step, stage, parts, peak = found.step, found.stage, found.step.parts, found.peak
+    flops = forward_flops(request.config, 1, request.seq)
+    sequence_flops, least = step.model_flops / plan.global_batch, step.model_flops / (plan.ranks * peak)
+    terms = dict[str, str | None]()
+    for way in PASSES:
+        busy = [(part.times, getattr(part, way).busy) for part in found.parts]
+        terms[way] = " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in busy if one) or None
+    modules = plan.recompute_modules or ("attention's core",)
+    rerun = ", ".join(modules) if request.config.recompute == "attention" else "whole blocks"
+    collectives = "" if found.axes else None
+    cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
+    shard, memory_rate, zero = plan.shards[0], system.memory_rate, plan.zero > 0
+    adamw_bytes, adamw_moved = step_time.optimizer_bytes(plan), parts["optimizer"] * memory_rate
+    expected = describe_range(step)
+    return locals() | {
+        "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
+        "all": {way: plan.microbatches * getattr(stage, way) for way in PASSES},
+        "sum": " + ".join(f"{seconds:.4g}" for seconds in parts.values() if seconds),
+    }
+
+
+def _product(found: Derivation) -> dict[str, Any]:
+    """Both sides of the roofline of the largest product."""
+    system, constants = found.system, found.system.constants
+    # The product with the most FLOPs in a block; on a stage without blocks, in the embedding or head.
+    blocks = [part for part in found.parts if part.group in ("dense", "sparse")]
+    operators = [each.operator for part in blocks or found.parts for each in part.operators]
+    products = [(one, each) for one in operators for each in one.forward if each.inner and not each.fused]
+    operator, product = max(products, key=lambda each: each[1].flops)
+    batched, rows, tile = product.number > 1, product.number * product.rows, TILE
+    waves = product.number * product.rows * product.columns / (TILE * system.processors)
+    full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)
+    rate, kernel = product_rate(product, system), timing([product], [], found.plan, system)
+    attainable = system.rate(product.width) / system.peak(product.width)
+    rate_share, compute = rate / found.peak, product.flops / rate
+    moving, compute_bound = product.nbytes / system.memory_rate, kernel.compute > 0
+    return locals()
+
+
+def _between(found: Derivation) -> dict[str, Any]:
+    """Messages and the bubble of a pipeline, and collectives of data parallelism."""
+    request, plan, step, constants = found.request, found.plan, found.step, found.system.constants
+    config, seq, verbs = request.config, request.seq, {0: "all-reduced", 3: f"{SCATTERED} for each pass"}
+    pipeline, messages, others, chunked = "" if plan.pp > 1 else None, 2 * plan.chunks, plan.pp - 1, plan.chunks > 1
+    message = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
+    hides, work = plan.overlap == "all" and chunked, sum(found.stage) * plan.microbatches
+    bubble_share, ideal = step.parts["bubble"] / work, others / (plan.microbatches * plan.chunks)
+    sends = step.parts["data-parallel"] > 0
+    replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
+    weights = sum(step_time.stage_weights(config, plan, seq, step.stage)[:2])
+    width, alike = 8 * step_time.gradient_bytes(plan), plan.replicas // plan.shards[0]
+    sharded = "" if sends and alike > 1 else None
+    gradients, verb = step_time.gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
+    unhidden = plan.override(overlap="none")
+    alone = step_time.data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
+    overlaps, bucket = plan.overlap != "none", step_time.bucket_size(plan.replicas)
+    return locals()
+
+
+def _kernels(found: Derivation) -> Table:
+    """Kernels of one block or end of the model in each pass, and how long the host takes to launch them."""
+    columns = ["one of", "<pass", "FLOPs", "bytes", "by compute", "by memory", "kernels", "start", "together"]
+    rows, host = [], found.system.constants.host
+    for part in found.parts:
+        for way in PASSES:
+            one: Timing = getattr(part, way)
+            if one.busy:
+                counts = [format_count(one.flops), format_bytes(one.nbytes)]
+                bounds = [*map(format_seconds, (one.compute, one.memory)), str(one.kernels)]
+                seconds = (one.launch, one.busy, host * one.kernels, one.waits(host))
+                rows.append([part.name, way, *counts, *bounds, *map(format_seconds, seconds)])
+    return new_table([*columns, "host", "wait"], rows)
+
+
+def _axes(found: Derivation) -> Table:
+    """Ranks of each axis, the bandwidth at which they send, and the seconds that they take on the stage."""
+    system, m = found.system, found.plan.microbatches
+    inside, between = system.link_rates
+    rows = []
+    for axis in found.axes:
+        ranks, local = getattr(found.plan, axis), found.plan.local(axis, node=system.node)
+        reached = f"{format_count(inside if local == ranks else min(inside, local * between))}B/s"
+        if axis == "ep":
+            reached = f"{format_count(inside)}B/s"
+            reached += f", to other nodes {format_count(between)}B/s at the same time" if local < ranks else ""
+        seconds: float = getattr(found.stage, axis)
+        rows.append([axis, str(ranks), str(local), reached, format_seconds(seconds), format_seconds(m * seconds)])
+    return new_table(["axis", "ranks", "in a node", "<each sends at", f"stage {found.step.stage}", f"x {m}"], rows)
+
+
+def _collectives(found: Derivation) -> Table:
+    rows = []
+    for axis in found.axes:
+        for part in found.parts:
+            for way, sent in found.collectives(part, axis).items():
+                for each, count in sent.items():
+                    seconds = format_seconds(collective_seconds(each, found.plan, found.system))
+                    rows.append([axis, part.name, way, str(count), each.verb, format_bytes(each.nbytes), seconds])
+    return new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes", "each takes"], rows)

@@ -14,10 +14,11 @@ from rich.table import Table
 from cs336_systems.cost.commands.output import new_table, print_page
 from cs336_systems.cost.commands.request import take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
-from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
+from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
+from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -58,7 +59,9 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
-    given = _given(kwargs, named, system)
+    model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})
+    said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
+    given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
     names = dict.fromkeys(each.id for each in found)
@@ -84,14 +87,6 @@ def _prior(machine: MachineOptions, system: System | None, found: Sequence[Obser
         return system.constants
     stacks = [each.stack for each in found if each.stack]
     return STACKS[max(stacks, key=stacks.count)].own() if stacks else CONSTANTS
-
-
-def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> LogOptions:
-    """Options given on the command line, without defaults."""
-    model, plan = take(ModelOptions, kwargs), take(PlanOptions, kwargs)
-    said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
-    known = bool(named & {"size", "d_model"})
-    return LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
 
 
 def _notes(found: Sequence[Observation]) -> str:
@@ -145,7 +140,8 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
     if apart:
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
-    texts = (f"{mean:.1%} {name} (worst {worst:.0%})" for name, logs in ways for mean, worst in [errors(logs)])
+    summed = ((name, *summed_up(exp(log) - 1 for log in logs)) for name, logs in ways)
+    texts = (f"{size:.1%} {name} (worst {abs(worst):.0%})" for name, size, _, worst in summed)
     stacks = dict.fromkeys(each.stack for each in (*fitted, *apart) if each.stack)
     pairs = zip(fitted, result.after, strict=True)
     far = [f"{each.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]

@@ -6,10 +6,11 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json
+from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
+from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -46,28 +47,20 @@ def command(as_json: bool, **given: Any) -> None:
 
 
 def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
-    system, pp, need, available = request.system, request.plan.pp, found["peak_bytes"], found["room_bytes"]
+    pp, need, room = request.plan.pp, found["peak_bytes"], found["room_bytes"]
     places = {0: "first", pp - 1: "last"}
     titles = [f"stage {stage} ({places.get(stage, 'between')})" for stage in stages] if pp > 1 else ["each rank"]
-    parts = next(iter(stages.values()))
-    rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in parts]
+    rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in next(iter(stages.values()))]
     peak = Total(["peak", *(format_bytes(sum(each.values())) for each in stages.values())])
-    screen.print(f"{request.lines()}\n")
-    screen.print(new_table(["bytes of a rank", *titles], [*rows, None, peak]))
-
-    left = f"{format_bytes(abs(available - need))} {'left' if found['fits'] else 'too much'}"
     where = f"on stage {found['fullest_stage']}, the fullest, " if pp > 1 else ""
-    kept = (
-        f"{system.name}'s {format_bytes(system.memory)} less {system.reserve:.0%} for context, network, fragmentation"
-    )
-    counted = f"\n{format_bytes(need)} {where}of {format_bytes(available)} ({kept}) "
+    counted, left = fill_file("room", found | {"system": request.system, "where": where, "left": abs(room - need)})
     verdict = ("fits", "green") if found["fits"] else ("does not fit", "red")
-    screen.print(Text.assemble(counted, verdict, f": {left}\n"))
-
-    screen.print("Peak by recomputation and ZeRO stage; in brackets: does not fit.")
     table: dict[str, list[str]] = {name: [name] for name in RECOMPUTE}
     for each in found["choices"]:
         needed = format_bytes(each["peak_bytes"])
         table[each["recompute"]].append(needed if each["fits"] else f"({needed})")
     columns = [f"ZeRO {stage}" for stage in range(len(table["none"]) - 1)]
-    screen.print(new_table(["recompute", *columns], table.values()))
+    screen.print(request.lines())
+    parts = {"stages": new_table(["bytes of a rank", *titles], [*rows, None, peak])}
+    choices = new_table(["recompute", *columns], table.values())
+    print_page(screen, "memory", {}, parts | {"room": Text.assemble(counted, verdict, left), "choices": choices})

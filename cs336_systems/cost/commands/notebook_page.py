@@ -10,8 +10,7 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import DIFFERENCES, SECTIONS, UNITS, Kind, as_records, notebook_tables, show
+from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.errors import UserError
@@ -21,50 +20,50 @@ from cs336_systems.presets import model_preset
 SEED = "seed"  # the preset of the notebook
 MACHINE = "A100-40GB"  # whose data sheet the notebook has
 OPERATORS = 5  # side by side at most
-KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
+KINDS: dict[nb.Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
     "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
     "missing": ("What the notebook leaves out", ["what is right"]),
     "text": ("What its code says, and what it printed: the output is of an older version", ["the code", "the output"]),
 }
 
 
-def asked_notebook(context: click.Context) -> Notebook | None:
+def asked_notebook(context: click.Context) -> nb.Notebook | None:
     """The notebook, which has its own sizes; None for another preset. Raises UserError for options that it lacks."""
     if context.params["size"].lower() != SEED:
         return None
     given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     if strange := sorted(given - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
-    return Notebook()
+    return nb.Notebook()
 
 
-def print_notebook(screen: Console, notebook: Notebook) -> None:
+def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
     """Both tables with totals and shares, differences, stated at the notebook's own sizes, and one layer compared. An
     operator is a column, so that all 31 quantities fit in 120 columns."""
     names = ("batch", "seq", "d_model", "d_ff", "num_heads", "num_layers", "tp")
     screen.print(f"{', '.join(f'{name} {getattr(notebook, name)}' for name in names)}; everything is of one GPU")
-    tables = notebook_tables(notebook).values()
+    tables = nb.notebook_tables(notebook).values()
     for each in tables:
         for rows in (each.rows[start : start + OPERATORS] for start in range(0, len(each.rows), OPERATORS)):
             layers = [str(row["layer"]) for row in rows]
             shown = ", ".join(layers) if len(each.rows) > OPERATORS else "one layer, one GPU"
             grid = _grid(layers, f"{each.title}: {shown}")
-            for section in SECTIONS[1:]:
+            for section in nb.SECTIONS[1:]:
                 for name, unit in section:
-                    grid.add_row(name, unit, *(show(row[name]) for row in rows), end_section=name == section[-1][0])
+                    grid.add_row(name, unit, *(nb.show(row[name]) for row in rows), end_section=name == section[-1][0])
             screen.print(grid)
     grid = _grid([*(each.title for each in tables), "both"], f"totals of {notebook.num_layers} layers")
     sums = [each.totals() for each in tables]
     for name in sums[0]:
         values = [each[name] for each in sums]
-        grid.add_row(name, UNITS[name], *(f"{value:.6f}" for value in [*values, sum(values)]))
+        grid.add_row(name, nb.UNITS[name], *(f"{value:.6f}" for value in [*values, sum(values)]))
     screen.print(grid)
     for each in tables:
         screen.print(f"{each.title}: share of communication in the forward time {each.communication!r}")
 
     for kind, (title, columns) in KINDS.items():
         grid = Table("", *columns, "effect", title=title, title_justify="left", show_lines=True)
-        for found in (each for each in DIFFERENCES if each.kind == kind):
+        for found in (each for each in nb.DIFFERENCES if each.kind == kind):
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
 
@@ -83,13 +82,13 @@ def _grid(columns: list[str], title: str) -> Table:
     return grid
 
 
-def notebook_records(notebook: Notebook) -> dict[str, Any]:
+def notebook_records(notebook: nb.Notebook) -> dict[str, Any]:
     """The notebook's page for a program."""
-    differences = [asdict(each) for each in DIFFERENCES]
-    return {"rows": as_records(notebook), "differences": differences, "layer": compared(notebook)}
+    differences = [asdict(each) for each in nb.DIFFERENCES]
+    return {"rows": nb.as_records(notebook), "differences": differences, "layer": compared(notebook)}
 
 
-def compared(notebook: Notebook) -> list[dict[str, Any]]:
+def compared(notebook: nb.Notebook) -> list[dict[str, Any]]:
     """A layer's sums by notebook and model, both with scores in memory, dropout and sequence parallelism."""
     sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")}
     one = model_preset("gpt3-175b").override(
@@ -109,8 +108,8 @@ def compared(notebook: Notebook) -> list[dict[str, Any]]:
         ("forward time", "t_total_fwd", sum(each.forward.seconds for each in part.operators) * 1e3),
         ("backward time", "t_total_bwd", sum(each.backward.seconds for each in part.operators) * 1e3),
     ]
-    tables = notebook_tables(notebook).values()
+    tables = nb.notebook_tables(notebook).values()
     return [
-        {"name": name, "unit": UNITS[column], "notebook": sum(each.total(column) for each in tables), "corrected": new}
+        {"name": name, "unit": nb.UNITS[column], "notebook": sum(t.total(column) for t in tables), "corrected": new}
         for name, column, new in found
     ]

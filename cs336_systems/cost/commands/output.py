@@ -53,7 +53,7 @@ def print_page(
     """Print `templates/NAME.txt`: a line `[best]` stands for the part of that name, a table or a text, maybe empty;
     `# ` begins a heading, which gets a number. The terminal wraps such texts, and lines that begin with `> `. These
     signs count in the template alone, since a model's file may have a name that begins with one."""
-    number, template = count(1), read_template(name)
+    number, template = count(1), read_template(f"templates/{name}.txt")
     for sign, line in zip(kept_lines(template, values), fill(template, values), strict=True):
         named = sign.startswith("[")
         part = parts[line[1:-1]] if named else line[2:] if sign.startswith("> ") else line

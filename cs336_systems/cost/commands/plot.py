@@ -28,15 +28,10 @@ EXAMPLES = {
 }
 
 
-def _checked(context: click.Context, option: click.Parameter, out: Path) -> Path:
-    check_path(out)
-    return out
-
-
 out_option = click.option(
-    "--out", required=True, type=FILE, callback=_checked, help="The picture, a file in .svg, .png or .pdf."
-)
-
+    "--out", required=True, type=FILE, callback=lambda context, option, out: check_path(out),
+    help="The picture, a file in .svg, .png or .pdf.",
+)  # fmt: skip
 stack_option = click.option("--stack", type=click.Choice(list(STACKS)), help=STACK_HELP)
 
 
@@ -126,8 +121,7 @@ def degrees_command(
 def all_command(out: Path) -> None:
     """One example of each, as cost-NAME.svg in a folder, with the options that made it."""
     for name, text in EXAMPLES.items():
-        path = out / f"cost-{name}.svg"
-        check_path(path)
+        path = check_path(out / f"cost-{name}.svg")
         click.echo(printable(f"plot {name} {text}".rstrip()))
         command.commands[name].main([*shlex.split(text), "--out", str(path)], standalone_mode=False)
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
 from cs336_systems.cost.operator_time import TILE
+from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 
 @click.command("probe")
@@ -24,7 +24,7 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 )  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
     """Measure this machine: products, memory, the cost of launching an operator, sending between two processes."""
-    from cs336_systems.cost.probe_system import probe_here  # torch, which the other commands need not load
+    from cs336_systems.cost.probe import probe_here  # torch, which the other commands need not load
 
     check_out(out)
     system = probe_here(budget, device)
@@ -39,24 +39,12 @@ def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: flo
 def figures(system: System) -> Table:
     """Each figure of a measured machine, and where it is from."""
     # The law of products gives half of the rate at the ramp, and where a result is as large as the empty tiles.
-    ramp, side = system.measured["ramp"], sqrt(system.measured["wave"] * TILE * system.processors)
-    small = f"to half at {side:.0f} x {side:.0f} numbers" if side else "not seen"
-    starts = {name: f"{1e6 * system.measured[name]:.2f} us" for name in ("start", "host") if system.measured.get(name)}
-    rows = {
-        "matmul_flops": ("16-bit products", f"{format_count(system.matmul_flops)}FLOP/s"),
-        "wide_flops": ("32-bit products", f"{format_count(system.wide_flops)}FLOP/s"),
-        "ramp": ("short sums lower their rate", f"to half at {ramp:.0f} terms" if ramp else "not seen"),
-        "wave": ("small results lower their rate", small),
-        "fused": ("fused attention's rate, as a share of theirs", f"{system.measured['fused']:.0%}"),
-        "bandwidth": ("memory, read and written", f"{format_bytes(system.bandwidth)}/s"),
-        "touch": ("first write of new memory takes, in addition", f"{format_seconds(2**30 * system.touch)} a GiB"),
-        "memory": ("memory", format_bytes(system.memory)),
-        "processors": ("processors that one product is split over", str(system.processors)),
-        "inside": ("a message takes at least", f"{1e6 * system.inside.latency:.0f} us"),
-        "between": ("large messages are sent at", f"{format_bytes(system.between.bandwidth)}/s"),
-        **{name: ("to start an operator", text) for name, text in starts.items()},
-    }
-    cells = [(what, figure, system.sources.get(name, "")) for name, (what, figure) in rows.items()]
+    measured, side = system.measured, sqrt(system.measured["wave"] * TILE * system.processors)
+    values = {"system": system, "side": side, "small": side > 0, "short": measured["ramp"] > 0}
+    values |= {"touch": 2**30 * system.touch, "latency": 1e6 * system.inside.latency}
+    starts = {name: 1e6 * measured[name] if measured.get(name) else None for name in ("start", "host")}
+    rows = (line.split("|") for line in fill_file("probe", values | starts))
+    cells = [(what, figure, system.sources.get(name, "")) for name, what, figure in rows]
     return new_table(["what", "figure", "~source"], cells, title=system.name)
 
 

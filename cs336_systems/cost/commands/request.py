@@ -1,9 +1,9 @@
 """A request: a model on a plan on a machine, as options of the command line name them."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -44,8 +44,7 @@ class Request:
         return sum(count_parameters(self.config).values())
 
     def timed(self, groups: Iterable[tuple[Group, int]]) -> list[TimedPart]:
-        """Some parts of the model, and how many of each, on one rank for one microbatch; blocks that recompute are
-        apart from those that do not."""
+        """Some parts of the model, so many of each, on one rank for one microbatch; blocks that recompute are apart."""
         config, plan, seq, system = self.args
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
@@ -147,19 +146,13 @@ tokens_option = click.option(
 )
 
 
-class Training(NamedTuple):
-    """A whole training without a pause."""
+def training(tokens: float, rate: float, ranks: int) -> dict[str, float]:
+    """Seconds and accelerator-hours of a whole training on so many tokens at `rate` per second, without a pause."""
+    return {"tokens": tokens, "seconds": tokens / rate, "accelerator_hours": tokens / rate * ranks / 3600}
 
-    tokens: float
-    seconds: float
-    accelerator_hours: float
 
-    @classmethod
-    def of(cls, tokens: float, rate: float, ranks: int) -> "Training":
-        """Training on so many tokens at `rate` per second."""
-        return cls(tokens, tokens / rate, tokens / rate * ranks / 3600)
-
-    def words(self) -> tuple[str, str]:
-        """(its time, its tokens and accelerator-hours)."""
-        work = f"{self.accelerator_hours:,.{0 if self.accelerator_hours > 10 else 2}f} accelerator-hours"
-        return format_seconds(self.seconds), f"for {format_count(self.tokens)} tokens, {work}"
+def worded(whole: Mapping[str, float]) -> tuple[str, str]:
+    """(its time, its tokens and accelerator-hours)."""
+    hours = whole["accelerator_hours"]
+    work = f"for {format_count(whole['tokens'])} tokens, {hours:,.{0 if hours > 10 else 2}f} accelerator-hours"
+    return format_seconds(whole["seconds"]), work

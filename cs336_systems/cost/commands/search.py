@@ -1,5 +1,4 @@
-"""`search`: every layout of a model on so many accelerators; the best ten, the command that predicts the first again,
-and why the rest lose."""
+"""`search`: the ten best layouts of a model on so many accelerators, the first one's command, why the rest lose."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_page, print_warnings
-from cs336_systems.cost.commands.request import Training, as_options, plan_options, plural, take, tokens_option
+from cs336_systems.cost.commands.request import as_options, plan_options, plural, take, tokens_option, training, worded
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.parameters import count_parameters
@@ -76,9 +75,9 @@ class SearchRequest:
         size = [] if "--size" in given else ["--size", self.model.size]
         return " ".join(["python -m cs336_systems.cost step", *size, *given])
 
-    def training(self, each: Candidate) -> Training | None:
+    def training(self, each: Candidate) -> dict[str, float] | None:
         """A training on --tokens, if that was given."""
-        return Training.of(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
+        return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
 
     def record(self, each: Candidate) -> dict[str, Any]:
         whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
@@ -93,7 +92,7 @@ class SearchRequest:
             "placement": each.placement,
             "plan": asdict(each.plan),
             "command": self.command(each),
-            **({"training": whole._asdict()} if whole else {}),
+            **({"training": whole} if whole else {}),
             "alike": [{"recompute": RECOMPUTE_NAMES[name], "plan": asdict(plan)} for name, plan in alike],
         }
 
@@ -133,7 +132,7 @@ def choice_text(axis: str, value: Any) -> str:
     return ("yes" if value else "no") if axis == "sequence" else str(value)
 
 
-def print_search(screen: Console, found: Search, title: str, command: str, whole: Training | None) -> None:
+def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
     """Print the whole answer, on a narrow screen without some columns. `command` predicts the best layout again,
     `whole` is the time of a training with it."""
     space, system, narrow, nearest = found.space, found.system, screen.width < WIDE, found.nearest
@@ -147,7 +146,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
         "room": usable_memory(system),
         "starred": "" if narrow and any(map(_other_order, found.best)) else None,
         "expected": describe_range(found.best[0].step),
-        "training": " ".join(whole.words()) if whole else None,
+        "training": " ".join(worded(whole)) if whole else None,
         "indivisible": found.indivisible.total(),
         "miss": nearest and f"{nearest.plan.short()} recompute {RECOMPUTE_NAMES[nearest.config.recompute]}",
         "cut": "; ".join(found.left_out) or None,

@@ -138,6 +138,9 @@ class PlanOptions:
         """The plan on a machine, which may decide what overlaps. Raises UserError for what does not divide."""
         if self.sequence_parallel and self.tp == 1:
             raise UserError("--sequence-parallel splits the stream over the tp ranks, of which there is one: set --tp")
+        layers = self.stage_layers.replace(",", " ").split()
+        if bad := next((word for word in layers if not word.isdecimal()), ""):
+            raise UserError(f"--stage-layers has {bad!r}, which is no number of blocks: write 9,9,8,6 for four stages")
         together = self.micro_batch_size * self.dp * self.ep
         return Plan(
             **{name: getattr(self, OPTIONS.get(name, name)) for name in SAME},
@@ -145,7 +148,7 @@ class PlanOptions:
             overlap=self.overlap or (system.overlap if system else "data"),
             order=tuple(self.order.replace(",", " ").split()),
             width=4 if self.precision == "fp32" else 2,
-            layers=parse_layers(self.stage_layers),
+            layers=tuple(map(int, layers)),
             stack=self.stack or usual_stack(self.zero, "triton"),
             fp8=self.precision == "fp8",
             recompute_modules=tuple(self.recompute_modules.replace(",", " ").split()),
@@ -216,7 +219,7 @@ class MachineOptions:
         if self.machine_file:
             found = machines.read_machine(self.machine_file)
         elif name.lower() == HERE:
-            from cs336_systems.cost.probe_system import probe_here  # torch, which no other machine needs
+            from cs336_systems.cost.probe import probe_here  # torch, which no other machine needs
 
             found = probe_here()
         else:
@@ -226,11 +229,3 @@ class MachineOptions:
             return STACKS[stack].on(found, machines.load_constants(self.constants))
         found = STACKS[stack].on(found)
         return replace(found, constants=replace(found.constants, **found.measured))
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """`9,9,8,6` -> (9, 9, 8, 6). Raises UserError for what is no count."""
-    words = text.replace(",", " ").split()
-    if bad := [word for word in words if not word.isdecimal()]:
-        raise UserError(f"--stage-layers has {bad[0]!r}, which is no number of blocks: write 9,9,8,6 for four stages")
-    return tuple(map(int, words))

@@ -7,8 +7,9 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_warnings
-from cs336_systems.cost.commands.request import Request, Training, request_options, take_request, tokens_option
+from cs336_systems.cost.capacity import describe_parts
+from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
+from cs336_systems.cost.commands.request import Request, request_options, take_request, tokens_option, training, worded
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
@@ -16,16 +17,12 @@ from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.console import format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
-GLOSSARY = (
-    "Words: MFU, the model's own FLOPs as a share of the accelerators' peak; HFU, the same with recomputation; "
-    "bubble, the time that stages wait for the pipeline to fill and to drain."
-)
 
 
-@click.command("step", epilog=f"{DOMAIN}\n\n{GLOSSARY}")
+@click.command("step", epilog="\n\n".join((DOMAIN, *fill_file("glossary", {}))))
 @request_options
 @tokens_option
 @json_option
@@ -35,7 +32,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     step = request.step()
     found = step_record(request, step)
     if tokens:
-        found["training"] = Training.of(tokens, found["tokens_per_second"], request.plan.ranks)._asdict()
+        found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
     if as_json:
         print_json({**request.record(), **found})
     else:
@@ -78,16 +75,12 @@ def step_record(request: Request, step: StepTime) -> dict[str, Any]:
 
 
 def _print(screen: Console, request: Request, step: StepTime, found: dict[str, Any]) -> None:
-    screen.print(f"{request.lines()}\n")
-    screen.print(_breakdown(step, screen.width))
-    peak, kernels, rest = found["losses"].values()
     # Counted in full, attention has FLOPs that a fused kernel leaves out: it may be faster than the peak.
-    verb = "lose below it" if kernels >= 0 else "gain, as they skip what a causal mask hides"
-    lost = f"{'+' if kernels >= 0 else '-'} {format_seconds(abs(kernels))} that kernels {verb}"
-    total, least, others = map(format_seconds, (step.total, peak, rest))
-    screen.print(f"{total} = {least} at the peak {lost} + {others} of everything else.")
-    screen.print(f"Range: {describe_range(step)}.\n")
-    screen.print(_results(request, found))
+    kernels = found["losses"]["kernels"]
+    values = found | {"slower": kernels >= 0, "lost": abs(kernels), "expected": describe_range(step)}
+    screen.print(request.lines())
+    tables = {"breakdown": _breakdown(step, screen.width), "results": _results(request, found)}
+    print_page(screen, "step", values, tables)
     print_warnings(screen, found["warnings"])
 
 
@@ -113,11 +106,11 @@ def _results(request: Request, found: dict[str, Any]) -> Table:
     values = {
         "system": request.system,
         "attainable": request.system.peak(plan.number),
-        "trained": Training(**found["training"]).words() if "training" in found else (None, None),
+        "trained": worded(found["training"]) if "training" in found else (None, None),
         "need": need,
         "where": f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank",
         "verdict": surely if need <= room else nearly,
-        "parts": ", ".join(f"{name} {format_bytes(count)}" for name, count in memory.items() if count),
+        "parts": describe_parts(memory),
     }
     table = Table.grid(padding=(0, 2))
     for no_wrap in (True, True, False):

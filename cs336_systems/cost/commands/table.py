@@ -43,16 +43,11 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
     request = take_request(given)
     parts = request.timed(stage_groups(request.config, Plan(), 0))  # of the whole model, as on one stage
     if as_json:
-        listed = [
-            {
-                "group": each.name,
-                "times": each.times,
-                "operators": [one.record() for one in each.operators],
-                "total": part_totals(request, each),
-            }
-            for each in parts
-        ]
-        print_json({**request.record(), "groups": listed, "total": model_totals(request, parts)})
+        groups = []
+        for each in parts:
+            operators, total = [one.record() for one in each.operators], part_totals(request, each)
+            groups.append({"group": each.name, "times": each.times, "operators": operators, "total": total})
+        print_json({**request.record(), "groups": groups, "total": model_totals(request, parts)})
     else:
         _print(console.console(), request, parts)
 

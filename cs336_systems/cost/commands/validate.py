@@ -12,29 +12,22 @@ from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.commands.settings import FILE
 from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
-from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.runs import (
-    DEFAULTS,
-    PUBLISHED,
-    REQUIRED,
-    TrainingRun,
-    families,
-    left_out_errors,
-    read_runs,
-    summed_up,
-)
+from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.runs import KEYS, PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
-KEYS = "\b\n" + "\n".join(
-    ["Required keys of a run:"]
-    + [f"  {key}: {meaning}" for key, meaning in REQUIRED.items()]
-    + ["", "\b", "Others, and what is taken where they are absent, null, 0 or not understood:"]
-    + [f"  {key}: {meaning}" for key, meaning in DEFAULTS.items()]
+HEADS = {
+    "required": "Required keys of a run:",
+    "others": "Others, and what is taken where they are absent, null, 0 or not understood:",
+}
+EPILOG = "\n\n".join(
+    "\n".join(["\b", head, *(f"  {key}: {meaning}" for key, meaning in KEYS[part].items())])
+    for part, head in HEADS.items()
 )
 
 
-@click.command("validate", epilog=KEYS)
+@click.command("validate", epilog=EPILOG)
 @click.argument("file", required=False, type=FILE)
 @click.option("--constants", type=FILE, help="Constants in a file that `fit` wrote.  [default: those of this project]")
 @click.option("--json", "as_json", is_flag=True, help="Print one list of predictions with their ranges instead.")
@@ -71,13 +64,11 @@ def _record(run: TrainingRun) -> dict[str, Any]:
 
 def notes(run: TrainingRun) -> list[str]:
     """Assumptions about a run; for one that was not measured, also a note if it does not fit."""
-    found = list(run.notes)
-    if run.seconds is None and not fits(run.config, run.plan, run.seq, run.system):
-        need, there = sum(peak_bytes(run.config, run.plan, run.seq)[1].values()), usable_memory(run.system)
-        found.append(
-            f"it needs {format_bytes(need)} on a rank, and {run.system.name} has {format_bytes(there)} of room"
-        )
-    return found
+    need, there = sum(peak_bytes(run.config, run.plan, run.seq)[1].values()), usable_memory(run.system)
+    if run.seconds or need <= there:
+        return list(run.notes)
+    lacks = f"it needs {format_bytes(need)} on a rank, and {run.system.name} has {format_bytes(there)} of room"
+    return [*run.notes, lacks]
 
 
 def _print_runs(screen: Console, runs: list[TrainingRun]) -> None:

@@ -5,20 +5,19 @@
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any, get_type_hints
 
 from cs336_systems.cost.course.answers import Answer as Answer
-from cs336_systems.cost.course.answers import Question, given
+from cs336_systems.cost.course.answers import Question, RefusedError, given, require
 from cs336_systems.cost.course.arithmetic import ARITHMETIC
 from cs336_systems.cost.course.communication import COMMUNICATION
 from cs336_systems.cost.course.memory import MEMORY, XXL
 from cs336_systems.errors import UserError
 
-# Each function computes the numbers of the template of its name, with `-` for `_`.
-_COMPUTED: tuple[Callable[..., dict[str, Any]], ...] = (*COMMUNICATION, *XXL, *MEMORY, *ARITHMETIC)
-ANSWERS = {each.__name__.replace("_", "-"): each for each in _COMPUTED}
+# The function that computes the numbers of the template of that name.
+ANSWERS = COMMUNICATION | XXL | MEMORY | ARITHMETIC
 QUESTIONS = {name: Question(name) for name in ANSWERS}
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 _SIZE = re.compile(_NUMBER + r" ?([kKMGTP]?)(i?)B(?:/s)?")  # 1GB, 1GiB, 450GB/s
@@ -33,9 +32,11 @@ def question(name: str, **numbers: float | str) -> Answer:
     known, asked = get_type_hints(ANSWERS[name]), QUESTIONS[name]
     if strange := [each for each in numbers if each not in known or each == "return"]:
         raise UserError(f"{name} has no number {strange[0]!r}; it has {defaults(name)}")
-    values = {each: _checked(asked, each, value, known[each]) for each, value in numbers.items()}
     try:
+        values = {each: _checked(asked.unit(each), each, value, known[each]) for each, value in numbers.items()}
         found = ANSWERS[name](**values)
+    except RefusedError as error:
+        raise UserError(f"{name}: {error}") from None
     except (ArithmeticError, StopIteration) as error:
         wrong = ", ".join(f"{each}={given(value)}" for each, value in values.items())
         raise UserError(f"{name} has no answer for {wrong}: {error or 'out of range'}") from None
@@ -64,19 +65,17 @@ def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
     return found
 
 
-def _checked(asked: Question, key: str, value: float | str, kind: type) -> float | str:
+def _checked(unit: str, key: str, value: Any, kind: type) -> float | str:
     """The value in the type of the answer's parameter."""
     if kind is str:
         # A name that looks like a number was parsed as one.
         return value if isinstance(value, str) else f"{value:g}"
-    if isinstance(value, str):
-        value = _nbytes(asked.unit(key), value)
-    if isinstance(value, str) or not 0 < value <= LARGEST:
-        raise UserError(f"{asked.id}: {key} must be a number above 0 and up to 1e30, not {given(value)}")
-    if value < 1 / LARGEST:
-        raise UserError(f"{asked.id}: {key} must be at least 1e-30, not {given(value)}")
-    if kind is int and value != int(value):
-        raise UserError(f"{asked.id}: {key} is counted, so it must be whole, not {given(value)}")
+    value = _nbytes(unit, value) if isinstance(value, str) else value
+    wrong = isinstance(value, str) or not 0 < value <= LARGEST
+    require(not wrong, f"{key} must be a number above 0 and up to 1e30, not {given(value)}")
+    require(value >= 1 / LARGEST, f"{key} must be at least 1e-30, not {given(value)}")
+    whole = kind is not int or value == int(value)
+    require(whole, f"{key} is counted, so it must be whole, not {given(value)}")
     return kind(value)
 
 

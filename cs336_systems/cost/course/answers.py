@@ -4,16 +4,16 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from pathlib import Path
+from typing import Any
 
-from cs336_systems.cost.template import Value, fields, fill, kept_lines
+from cs336_systems.cost.template import Value, fields, fill, kept_lines, read_template
 from cs336_systems.errors import UserError
 
-TEMPLATES = Path(__file__).parent / "templates"
+Numbers = Callable[..., dict[str, Any]]  # computes the numbers of a template from those given
 _PREFIXES = dict(zip("PTGMk", (1e15, 1e12, 1e9, 1e6, 1e3), strict=True)) | {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 _COUNTED = ("parameters", "tokens", "tensors", "devices", "buckets", "layers", "blocks")
 _WORDS = {" trillion": 1e12, " billion": 1e9, " million": 1e6, "": 0.0}
@@ -28,7 +28,7 @@ class Question:
     @cached_property
     def template(self) -> str:
         """The answer as Markdown, with fields where numbers go."""
-        return (TEMPLATES / f"{self.id}.md").read_text(encoding="utf-8")
+        return read_template(f"course/templates/{self.id}.md")
 
     @property
     def title(self) -> str:
@@ -61,9 +61,7 @@ class Answer:
         """Every number of the table of symbols and of the steps as the page writes it."""
         lines = kept_lines(self.question.template, self.values)
         found = [each for line in lines if line[:1] == "|" or line[:1].isdigit() for each in fields(line)]
-        return {
-            name: quantity(value, unit) for name, unit in reversed(found) if (value := self.values[name]) is not None
-        }
+        return {name: quantity(each, unit) for name, unit in reversed(found) if (each := self.values[name]) is not None}
 
     @property
     def result(self) -> str:
@@ -76,10 +74,19 @@ class Answer:
         return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: str(next(number)), line) for line in lines)
 
 
+class RefusedError(UserError):
+    """Numbers that make no sense; `question` puts its name before the message."""
+
+
 def require(holds: bool, message: str) -> None:
-    """Raise UserError with this message, for numbers that make no sense together, unless the condition holds."""
+    """Raise RefusedError with this message unless the condition holds."""
     if not holds:
-        raise UserError(message)
+        raise RefusedError(message)
+
+
+def require_format(e: int) -> None:
+    """Raise RefusedError for numbers of e bytes where there is no such format."""
+    require(e in (1, 2, 4, 8), f"a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
 
 
 def given(value: float | str) -> str:

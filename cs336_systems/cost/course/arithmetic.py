@@ -1,6 +1,6 @@
 """Arithmetic: rounding of sums by accumulator, and lower bounds of a kernel's time (RMSNorm, softmax, leaderboards).
 
-Each function computes the numbers of the template of its name, in a variable of the number's name.
+Each function computes the numbers of its template, in a variable of the number's name.
 """
 
 # The letters are those of the formulas.
@@ -11,24 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.cost.course.answers import given, quantity, require
+from cs336_systems.cost.course.answers import Numbers, given, quantity, require, require_format
 from cs336_systems.cost.machines import system_preset
 
 _H100, _H200, _B200 = system_preset("H100"), system_preset("H200"), system_preset("B200")
 _H100_FP32 = 67e12  # FLOP/s of its data sheet; `machines.py` has tensor cores only
 
 
-def _check_format(name: str, e: int) -> None:
-    require(e in (1, 2, 4, 8), f"{name}: a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
-
-
-def _check_time(name: str, t: float, least: float) -> None:
-    require(t >= least, f"{name}: t must be at least {quantity(least, 's')}, what the products take at full speed")
+def _check_time(t: float, least: float) -> None:
+    require(t >= least, f"t must be at least {quantity(least, 's')}, what the products take at full speed")
 
 
 def norm_roofline(R: int = 50_000, H: int = 8192, e: int = 4, V: float = _H200.bandwidth) -> dict[str, Any]:
     """RMSNorm over R rows of H numbers of e bytes: bytes of a fused kernel and of separate operators."""
-    _check_format("norm-roofline", e)
+    require_format(e)
     tensor = e * R * H
     fused_forward = 2 * tensor / V
     eager_forward = 7 * tensor / V
@@ -43,7 +39,7 @@ def softmax_share(
     S: int = 1024, d: int = 64, e: int = 4, C: float = _H100_FP32, V: float = _H100.bandwidth
 ) -> dict[str, Any]:
     """Softmax against the two products of one attention head, in FLOPs and in time."""
-    _check_format("softmax-share", e)
+    require_format(e)
     product_flops, softmax_flops = 4 * S * S * d, 5 * S * S
     flops_ratio = product_flops / softmax_flops
     product_seconds = product_flops / C
@@ -60,22 +56,14 @@ def leaderboard_flash(
     forward, backward, total = 2 * product, 5 * product, 7 * product
     least, reached = total / C, total / t
     share = total / t / C
-    _check_time("leaderboard-flash", t, least)
+    _check_time(t, least)
     return locals()
 
 
 def leaderboard_step(
-    L: int = 34,
-    D: int = 4096,
-    F: int = 11_008,
-    V: int = 151_936,
-    S: int = 32_768,
-    B: int = 2,
-    N: int = 2,
-    t: float = 3.837,
-    C: float = _B200.matmul_flops,
-    H: float = _B200.memory,
-) -> dict[str, Any]:
+    L: int = 34, D: int = 4096, F: int = 11_008, V: int = 151_936, S: int = 32_768, B: int = 2, N: int = 2,
+    t: float = 3.837, C: float = _B200.matmul_flops, H: float = _B200.memory,
+) -> dict[str, Any]:  # fmt: skip
     """The 2026 leaderboard: a training step of an 8 B model on N devices, t seconds measured."""
     tokens, blocks, table = B * S, L * (4 * D * D + 3 * D * F), V * D
     parameters = blocks + 2 * table + (2 * L + 1) * D
@@ -83,7 +71,7 @@ def leaderboard_step(
     total, state = products + attention, 16 * parameters
     least, reached = total / (N * C), total / (N * t)
     share = total / (N * t * C)
-    _check_time("leaderboard-step", t, least)
+    _check_time(t, least)
     one_device, all_devices = state / H, state / (N * H)
     fits = "it must be sharded" if state > H else "it fits, if activations fit beside it"
     room = f"{quantity(N, 'devices')} cannot hold it" if state > N * H else fits
@@ -100,11 +88,11 @@ def accumulate(addend: float, times: int, kind: type[np.floating[Any]]) -> float
 def accumulation(x: float = 0.01, n: int = 1000) -> dict[str, Any]:
     """The sum of n times x with fp32 and fp16 addends and accumulators. Raises UserError if fp16 cannot hold x or the
     total, or if n is too large to add up one by one."""
-    message = f"accumulation: x = {given(x)} must be from 6e-8 to 65504, which fp16 can hold"
-    require(x < 65_520 and np.float16(x) != 0, message)
-    require(n <= 10**6, f"accumulation: n must be at most {10**6}, not {given(n)}")
+    held = x < 65_520 and np.float16(x) != 0
+    require(held, f"x = {given(x)} must be from 6e-8 to 65504, which fp16 can hold")
+    require(n <= 10**6, f"n must be at most {10**6}, not {given(n)}")
     half, half_half = float(np.float16(x)), accumulate(x, n, np.float16)
-    require(isfinite(half_half), f"accumulation: {n} times {given(x)} pass 65504, the largest fp16 number")
+    require(isfinite(half_half), f"{n} times {given(x)} pass 65504, the largest fp16 number")
     exact, half_error = n * x, half - x
     single_error = n * half_error
     single_single, single_half = accumulate(x, n, np.float32), accumulate(half, n, np.float32)
@@ -119,4 +107,7 @@ def accumulation(x: float = 0.01, n: int = 1000) -> dict[str, Any]:
     return locals()
 
 
-ARITHMETIC = (accumulation, norm_roofline, softmax_share, leaderboard_flash, leaderboard_step)
+ARITHMETIC: dict[str, Numbers] = {
+    "accumulation": accumulation, "norm-roofline": norm_roofline, "softmax-share": softmax_share,
+    "leaderboard-flash": leaderboard_flash, "leaderboard-step": leaderboard_step,
+}  # fmt: skip

@@ -1,7 +1,7 @@
 """Collectives beside computing: all-reduce over rings, gradient buckets, and how many devices a strategy can use before
 communication takes longer than compute (the 2026 edition's inequalities).
 
-Each function of a question computes the numbers of the template of its name, in a variable of the number's name.
+Each function of a question computes the numbers of its template, in a variable of the number's name.
 The inequalities are of one gated feed-forward layer with three D by F matrices, numbers of two bytes, and a batch of B
 tokens over all devices.
 """
@@ -12,7 +12,7 @@ tokens over all devices.
 from math import ceil, floor, log2, sqrt
 from typing import Any
 
-from cs336_systems.cost.course.answers import given, require
+from cs336_systems.cost.course.answers import Numbers, given, require
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import model_preset
@@ -40,8 +40,8 @@ def tree_seconds(N: int, S: float, W: float, a: float = 0.0) -> float:
 
 def rings(N: int = 8, S: float = 1e9, W: float = EGRESS, a: float = 3e-6) -> dict[str, Any]:
     """All-reduce of S bytes over N devices with W bytes/s out of each and a seconds per message."""
-    require(N >= 2, "rings: N must be at least 2, since one device has nothing to send")
-    require(N <= S, f"rings: S = {given(S)} bytes cannot be cut into N = {given(N)} pieces; S must be at least N")
+    require(N >= 2, "N must be at least 2, since one device has nothing to send")
+    require(N <= S, f"S = {given(S)} bytes cannot be cut into N = {given(N)} pieces; S must be at least N")
     piece, least_bytes = S / N, 2 * (N - 1) / N * S
     reduce_scatter = all_gather = both_directions = ring_seconds(N, S, W) / 2
     ring, ring_latency = 2 * all_gather, ring_seconds(N, S, W, a)
@@ -76,7 +76,7 @@ def best_count(s: float, w: float, o: float, compute: float | None = None) -> in
 
 def buckets(s: float = _GRADIENTS, w: float = 300e9, o: float = 30e-6, n: int = 320, r: float = 3.0) -> dict[str, Any]:
     """The bucket equation for s bytes of parameters, an all-reduce of w bytes/s, o seconds per call, n buckets."""
-    require(n <= s, f"buckets: n = {given(n)} must be at most s = {given(s)}, or a bucket holds less than a byte")
+    require(n <= s, f"n = {given(n)} must be at most s = {given(s)}, or a bucket holds less than a byte")
     bucket, backward = s / n, s / w
     transfer = bucket / w
     reduction = transfer + o
@@ -91,46 +91,29 @@ def buckets(s: float = _GRADIENTS, w: float = 300e9, o: float = 30e-6, n: int = 
     return {**locals(), "overhead": overhead(s, w, o, n)}
 
 
-def _check(name: str, C: float, W: float, **shares: tuple[str, int, str, int]) -> None:
+def _check(C: float, W: float, **shares: tuple[str, int, str, int]) -> None:
     """Refuse a device slower than its link, and devices that get less than one token or column. A share is a letter and
     a count of devices, and a letter and a count of what they divide."""
-    require(C >= 2 * W, f"{name}: C = {given(C)} FLOP/s is too slow for W = {given(W)} B/s; C must be at least 2 W")
+    require(C >= 2 * W, f"C = {given(C)} FLOP/s is too slow for W = {given(W)} B/s; C must be at least 2 W")
     for what, (devices, count, whole, size) in shares.items():
-        require(
-            count <= size,
-            f"{name}: {devices} = {given(count)} devices get less than one of {whole} = {given(size)} {what}; "
-            f"{devices} must be at most {whole}",
-        )
+        less = f"{devices} = {given(count)} devices get less than one of {whole} = {given(size)} {what}"
+        require(count <= size, f"{less}; {devices} must be at most {whole}")
 
 
 def data_parallel(
     B: int = 32_768, D: int = WIDTH, F: int = HIDDEN, N: int = 8, C: float = SPEED, W: float = EGRESS
 ) -> dict[str, Any]:
-    """Backward of N-way data parallelism: FLOPs, seconds of the all-reduce, and the largest N."""
-    _check("data-parallel", C, W, tokens=("N", N, "B", B))
-    backward_flops, backward_compute = 12 * B * D * F / N, 12 * B * D * F / (N * C)
-    gradient_bytes = 6 * D * F
-    backward_communication = ring_seconds(N, gradient_bytes, W)
-    share = backward_communication / backward_compute
-    largest = 1 + B * W / C
-    devices = floor(largest)
-    hidden = devices >= N
-    return locals()
-
-
-def fsdp(
-    B: int = 32_768, D: int = WIDTH, F: int = HIDDEN, N: int = 8, C: float = SPEED, W: float = EGRESS
-) -> dict[str, Any]:
-    """Forward and backward with weights sharded over N: FLOPs, seconds, and the largest N."""
-    _check("fsdp", C, W, tokens=("N", N, "B", B))
+    """Passes of N-way data parallelism, for FSDP with sharded weights: FLOPs, seconds, and the largest N. FSDP gathers
+    weights in forward, half an all-reduce, and in backward gathers them again and reduce-scatters gradients."""
+    _check(C, W, tokens=("N", N, "B", B))
     forward_flops, backward_flops = 6 * B * D * F / N, 12 * B * D * F / N
-    forward_compute, forward_communication = 6 * B * D * F / (N * C), ring_seconds(N, 6 * D * F, W) / 2
+    gradient_bytes, step_bytes = 6 * D * F, 18 * D * F * (N - 1) / N
+    forward_compute, forward_communication = 6 * B * D * F / (N * C), ring_seconds(N, gradient_bytes, W) / 2
     backward_compute, backward_communication = 2 * forward_compute, 2 * forward_communication
     share = forward_communication / forward_compute
     largest = 1 + B * W / C
     devices = floor(largest)
     hidden = devices >= N
-    step_bytes = 18 * D * F * (N - 1) / N
     return locals()
 
 
@@ -138,7 +121,7 @@ def tensor_parallel(
     B: int = 32_768, D: int = WIDTH, F: int = HIDDEN, N: int = 4, C: float = SPEED, W: float = EGRESS
 ) -> dict[str, Any]:
     """Forward and backward with the hidden width split over N: FLOPs, seconds, and the largest N."""
-    _check("tensor-parallel", C, W, columns=("N", N, "F", F))
+    _check(C, W, columns=("N", N, "F", F))
     forward_flops, backward_flops = 6 * B * D * F / N, 12 * B * D * F / N
     forward_compute = 6 * B * D * F / (N * C)
     backward_compute = 2 * forward_compute
@@ -155,7 +138,7 @@ def fsdp_tensor_parallel(
     B: int = 32_768, D: int = WIDTH, F: int = HIDDEN, X: int = 8, Y: int = 4, C: float = SPEED, W: float = EGRESS
 ) -> dict[str, Any]:
     """Forward on an X by Y grid, and the most devices with the two axes overlapped and not."""
-    _check("fsdp-tensor-parallel", C, W, tokens=("X", X, "B", B), columns=("Y", Y, "F", F))
+    _check(C, W, tokens=("X", X, "B", B), columns=("Y", Y, "F", F))
     forward_flops, compute = 6 * B * D * F / (X * Y), 6 * B * D * F / (X * Y * C)
     fsdp, tp = ring_seconds(X, 6 * D * F / Y, W) / 2, ring_seconds(Y, 2 * B * D / X, W)
     together = max(fsdp, tp)
@@ -173,4 +156,7 @@ def fsdp_tensor_parallel(
     return locals()
 
 
-COMMUNICATION = (rings, buckets, data_parallel, fsdp, tensor_parallel, fsdp_tensor_parallel)
+COMMUNICATION: dict[str, Numbers] = {
+    "rings": rings, "buckets": buckets, "data-parallel": data_parallel, "fsdp": data_parallel,
+    "tensor-parallel": tensor_parallel, "fsdp-tensor-parallel": fsdp_tensor_parallel,
+}  # fmt: skip

@@ -11,7 +11,7 @@ from math import ceil, log2, sqrt
 from typing import Any
 
 from cs336_systems.cost.closed_forms import zero_memory
-from cs336_systems.cost.course.answers import given, require
+from cs336_systems.cost.course.answers import Numbers, given, require, require_format
 from cs336_systems.cost.machines import GIB, system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig, model_preset
@@ -26,7 +26,7 @@ def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128)
     """Peaks of forward and of a step, in fp32 and under autocast, and the residual stream."""
     from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
 
-    require(B * S <= 2**32, f"pass-memory: B S must be at most 2^32 tokens, not {given(B * S)}")
+    require(B * S <= 2**32, f"B S must be at most 2^32 tokens, not {given(B * S)}")
     config = model_preset(size, year).override(context_length=S)
     counts = count_parameters(config)
     P, d, h = sum(counts.values()), config.d_model, config.num_heads
@@ -46,7 +46,7 @@ def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128)
 
 def attention_memory(B: int = 8, S: int = 16_384, d: int = 64, e: int = 4, H: float = _H100) -> dict[str, Any]:
     """Bytes that a single head of attention keeps, written out and as FlashAttention-2."""
-    require(e in (1, 2, 4, 8), f"attention-memory: a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
+    require_format(e)
     flat, scores, row = e * B * S * d, e * B * S * S, 4 * B * S
     inputs, kept_naive, kept_flash = 3 * flat, 3 * flat + scores, 4 * flat + row
     forward_naive, backward_naive = kept_naive + scores, 5 * flat + 3 * scores
@@ -74,7 +74,7 @@ def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048,
     """Activations kept with segments of k blocks, the best k, and segments nested in halves."""
     config = model_preset(size, year).override(context_length=S)
     L = config.num_layers
-    require(k <= L, f"checkpointing: k must be at most {L}, the blocks of {size}, not {k}")
+    require(k <= L, f"k must be at most {L}, the blocks of {size}, not {k}")
     # A block keeps B (x S + y S^2) bytes; two short sequences determine x and y.
     one, two = (_block_bytes(replace(config, context_length=n), n) for n in (16, 32))
     y = (two - 2 * one) // 512
@@ -102,15 +102,15 @@ def tensors_of(config: ModelConfig) -> int:
     return config.num_layers * (_matrices(config) + 2) + 2 + (config.positions == "learned") + (not config.tied_head)
 
 
-def _check_ranks(name: str, N: int, P: int) -> None:
-    require(N >= 2, f"{name}: N must be at least 2, since one rank shards nothing and sends nothing")
-    require(N <= P, f"{name}: N = {given(N)} ranks share {given(P)} parameters; N must not be more")
+def _check_ranks(N: int, P: int) -> None:
+    require(N >= 2, "N must be at least 2, since one rank shards nothing and sends nothing")
+    require(N <= P, f"N = {given(N)} ranks share {given(P)} parameters; N must not be more")
 
 
 def optimizer_memory(size: str = "xl", year: int = 2025, N: int = 2) -> dict[str, Any]:
     """Bytes at three points of a step, with whole and with sharded AdamW state."""
     P = parameters_of(size, year)
-    _check_ranks("optimizer-memory", N, P)
+    _check_ranks(N, P)
     whole, sharded = zero_memory(P, 0, N, 0), zero_memory(P, 0, N, 1)
     initialized, before_step = whole["parameters"], whole["parameters"] + whole["gradients"]
     moments, moments_sharded = whole["optimizer"], sharded["optimizer"]
@@ -123,7 +123,7 @@ def optimizer_memory(size: str = "xl", year: int = 2025, N: int = 2) -> dict[str
 def zero1_traffic(size: str = "xl", year: int = 2025, N: int = 2, o: float = 20e-6) -> dict[str, Any]:
     """Bytes a rank sends in a step: the assignment's sharded optimizer, and ZeRO stage 1; o seconds per call."""
     P, calls = parameters_of(size, year), tensors_of(model_preset(size, year))
-    _check_ranks("zero1-traffic", N, P)
+    _check_ranks(N, P)
     share = (N - 1) / N * 4 * P
     all_reduce = data_parallel = TRAFFIC["all-reduce"] * share
     broadcasts = TRAFFIC["broadcast"] * share
@@ -136,10 +136,9 @@ def zero1_traffic(size: str = "xl", year: int = 2025, N: int = 2, o: float = 20e
 def fsdp_memory(size: str = "xl", year: int = 2026, N: int = 2, k: int = 2) -> dict[str, Any]:
     """Savings of full sharding beyond sharded optimizer state, with k layers gathered ahead."""
     P, config = parameters_of(size, year), model_preset(size, year)
-    _check_ranks("fsdp-memory", N, P)
+    _check_ranks(N, P)
     layers = config.num_layers * _matrices(config) + 1
-    message = f"fsdp-memory: k = {given(k)} layers ahead are too many: {size} has {layers} matrices to multiply by"
-    require(k < layers, message)
+    require(k < layers, f"k = {given(k)} layers ahead are too many: {size} has {layers} matrices to multiply by")
     sharded, full = zero_memory(P, 0, N, 1), zero_memory(P, 0, N, 3)
     sharded_optimizer, fsdp = sum(sharded.values()), sum(full.values())
     saved, saved_gradients = sharded_optimizer - fsdp, sharded["gradients"] - full["gradients"]
@@ -179,9 +178,7 @@ def xxl_batch(
     F: int = 53_248,
 ) -> dict[str, Any]:  # fmt: skip
     """Part (c) and (d): the fewest tokens a device for which the forward pass is bound by compute, in each reading."""
-    require(
-        min(X, Y) >= 2, f"xxl-batch: X = {X} and Y = {Y} must be at least 2: one device sends nothing along its axis"
-    )
+    require(min(X, Y) >= 2, f"X = {X} and Y = {Y} must be at least 2: one device sends nothing along its axis")
     alpha, N, tp_share = C / W, X * Y, C * Y / (W * My * F)
     free_apart = 4 * alpha**2 / (Mx * My * F)
     free_overlapped = eight_bit = free_apart / 4
@@ -196,5 +193,8 @@ def xxl_batch(
     return locals()
 
 
-MEMORY = (zero1_traffic, optimizer_memory, fsdp_memory, pass_memory, attention_memory, checkpointing)
-XXL = (xxl_memory, xxl_fsdp, xxl_batch)
+MEMORY: dict[str, Numbers] = {
+    "zero1-traffic": zero1_traffic, "optimizer-memory": optimizer_memory, "fsdp-memory": fsdp_memory,
+    "pass-memory": pass_memory, "attention-memory": attention_memory, "checkpointing": checkpointing,
+}  # fmt: skip
+XXL: dict[str, Numbers] = {"xxl-memory": xxl_memory, "xxl-fsdp": xxl_fsdp, "xxl-batch": xxl_batch}

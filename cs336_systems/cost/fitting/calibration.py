@@ -64,12 +64,6 @@ class Calibration:
         return {name: value for name, value in values.items() if value > 1 + ROUNDED}
 
 
-def errors(logs: Sequence[float]) -> tuple[float, float]:
-    """(mean, worst) of predictions, relative."""
-    found = [abs(exp(each) - 1.0) for each in logs]
-    return sum(found) / len(found), max(found)
-
-
 def fit(
     observations: Sequence[Observation],
     prior: Constants = CONSTANTS,

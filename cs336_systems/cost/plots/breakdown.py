@@ -34,8 +34,7 @@ def published() -> list[Bar]:
 
 
 def multiples(step: StepTime) -> dict[str, float]:
-    """The parts of a step as multiples of the time that its model FLOPs would take at the peak, without those that
-    are zero."""
+    """The parts of a step that are not zero, as multiples of the time of its model FLOPs at the peak."""
     ideal = step.total * step.mfu
     return {name: seconds / ideal for name, seconds in step.parts.items() if seconds}
 

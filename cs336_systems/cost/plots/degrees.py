@@ -52,8 +52,8 @@ def plans(axis: Axis, degrees: Sequence[int], batch: int, stack: StackName = "me
     splits, found = axis in ("dp", "ep"), []
     for degree in (each for each in degrees if not splits or batch % each == 0):
         rows, together = (batch // degree, batch) if splits else (1, 1)
-        plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none", stack=stack)
-        found.append(plan.override(**{axis: degree, "zero": 3 if axis == "dp" else 0, "global_batch": together}))
+        along: dict[str, Any] = {axis: degree, "sequence": axis == "tp", "zero": 3 if axis == "dp" else 0}
+        found.append(Plan(**along, micro_batch=rows, global_batch=together, overlap="none", stack=stack))
     return found
 
 
@@ -70,8 +70,7 @@ def shares(config: ModelConfig, seq: int, system: System, axis: Axis, tried: Seq
 def draw(
     config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int, stack: StackName = "megatron"
 ) -> Any:
-    """A matplotlib Figure of four panels, one for each axis, with a line for each machine. Raises UserError if no
-    degree divides."""
+    """A matplotlib Figure: a panel for each axis, a line for each machine. Raises UserError if no degree divides."""
     heading = (
         f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens{of_stack(stack)}, nothing hidden; "
         "ringed: the first degree at which communication takes longer than computing"

@@ -31,8 +31,7 @@ class Study(NamedTuple):
 
 
 def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator[tuple[ModelConfig, Plan]]:
-    """Every microbatch and recomputation for some (tp, pp), data parallelism taking what is left; what does not divide
-    or fit is passed over."""
+    """Every microbatch and recomputation that divides and fits, for some (tp, pp); data parallelism takes the rest."""
     for (tp, pp), micro in ((pair, micro) for pair in pairs for micro in (1, 2, 4, 8)):
         dp, rest = divmod(gpus, tp * pp)
         if rest or batch % (dp * micro):

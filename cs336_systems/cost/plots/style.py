@@ -25,14 +25,15 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def check_path(path: Path, option: str = "--out") -> None:
-    """Raises UserError if no picture can be written there: matplotlib, the folder or a picture's suffix is missing."""
+def check_path(path: Path, option: str = "--out") -> Path:
+    """The path. Raises UserError where no picture can be written: matplotlib, the folder or the suffix is missing."""
     if not can_plot():
         raise UserError(HOW_TO_PLOT)
     if path.suffix not in SUFFIXES:
         raise UserError(f"{option} {path} should end in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    return path
 
 
 def new_figure(width: float, height: float, systems: Sequence[System], heading: str = "") -> Any:
