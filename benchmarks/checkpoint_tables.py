@@ -1,6 +1,6 @@
 """The table of the records of `benchmarks.checkpoints`, for a terminal and as Markdown."""
 
-from benchmarks.lib.sheets import groups, machine, median
+from benchmarks.lib.sheets import MARK, day, groups, machine, median
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.host.table import Table
@@ -25,8 +25,8 @@ def sheets(records: list[Record]) -> list[Table]:
     """A table for each size, number of ranks and machine, with all candidates."""
     found = []
     for group in groups(records, title):
-        noisy = "\n\\*: noisy, trust the ratios." if any(record.flags for record in group) else ""
-        found.append(Table(title(group[0]), HEADS, [row(record) for record in group], NOTE + noisy))
+        noisy = f"\n{MARK}" if any(record.flags for record in group) else ""
+        found.append(Table(f"{title(group[0])}, {day(group)}", HEADS, [row(record) for record in group], NOTE + noisy))
     return found
 
 

@@ -22,7 +22,7 @@ from cs336_systems.host.machine import choose_device, out_of_memory, usable_memo
 from cs336_systems.host.table import Table
 from cs336_systems.presets import course_sizes, with_edition
 
-PLAN = ("pass", "needs", "of which", "predicted", "")
+PLAN = ("pass", "needs", "of which", "predicted", "is")
 COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
 
 
@@ -40,7 +40,7 @@ def show_plan(bench: Bench, size: str, case: Case) -> float:
     for mode in set_modes(settings):
         predicted = bench.predicted(case, mode)
         need, parts = format_bytes(predicted["peak_memory_bytes"]), describe_parts(predicted["memory_by_part"])
-        rows.append([mode, need, parts, time(predicted["mean_ms"]), "" if mode in shown else "does not fit"])
+        rows.append([mode, need, parts, time(predicted["mean_ms"]), "measured" if mode in shown else "does not fit"])
     show([Table(f"{title}; {format_bytes(bench.usable)} usable", PLAN, rows)])
     if runs:
         counts = ", ".join(f"{mode} {bench.passes(case, mode)} times" for mode in runs)
@@ -102,7 +102,6 @@ def set_modes(settings: PassSettings) -> tuple[Mode, ...]:
 
 def show_records(records: list[Record], hardware: Hardware) -> None:
     """The table of what was measured, predictions beside it, and what did not fit."""
-    peak, copy = format_count(hardware.matmul_flops), format_bytes(hardware.bandwidth)
     rows = []
     for record in records:
         config, metrics, predicted = record.config, record.metrics, record.predicted

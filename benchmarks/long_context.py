@@ -19,7 +19,7 @@ from benchmarks.harness import WrongResultError, noise, ratios, summarise
 from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
-from benchmarks.lib.sheets import groups, show
+from benchmarks.lib.sheets import MARK, groups, show
 from benchmarks.records import Record, read_records, shown
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -39,7 +39,7 @@ COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak me
 NOTE = (
     "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library "
     "on the meta device; sent: for attention, by a rank in a step; work: the most scores of a rank over the mean. "
-    "\\*: noisy (standard deviation above 5% of the mean): trust the ratios."
+    f"{MARK}"
 )
 
 

@@ -1,6 +1,6 @@
 """Tables of the records of `benchmarks.memory`: peaks, residuals and segments, for a terminal and as Markdown."""
 
-from benchmarks.lib.sheets import groups, machine
+from benchmarks.lib.sheets import day, groups, machine
 from benchmarks.records import Record
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.host.console import format_bytes
@@ -58,7 +58,7 @@ def recompute_name(record: Record) -> str:
 
 def shape_title(record: Record) -> str:
     """Title of a shape: the model, tokens, precision, machine and commit that its records share."""
-    return f"{label(record)}, {record.config['precision']}, {machine(record)}"
+    return f"{label(record)}, {record.config['precision']}, {machine(record)}, {day([record])}"
 
 
 def largest_rows(record: Record) -> list[list[str]]:
@@ -137,7 +137,7 @@ def sheets(records: list[Record]) -> list[Table]:
     found = []
     for group in groups(records, machine):
         if passes := [record for record in group if record.config["mode"] in ("forward", "step")]:
-            found.append(peak_sheet(passes, machine(passes[0])))
+            found.append(peak_sheet(passes, f"{machine(passes[0])}, {day(passes)}"))
         for mode in ("residuals", "activations"):
             mine = [record for record in group if record.config["mode"] == mode]
             for shape in groups(mine, lambda record: label(record) + record.config["precision"]):

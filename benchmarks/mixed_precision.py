@@ -164,7 +164,7 @@ def show_parts(title: str, tables: dict[Format, Parts], documented: dict[Format,
             cells += [documented[precision].get(name, "")] if precision in documented else []
         rows.append(cells)
     note = PART_CAPTION + CUDA_CAPTION * bool(documented)
-    console.console().print(Table(title, heads, rows, note).table())
+    console.console().print(Table(title, heads, rows, note, names=True).table())
 
 
 def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any]) -> list[Record]:

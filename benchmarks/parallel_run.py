@@ -110,6 +110,7 @@ class ParallelRun:
             "backend": self.backend,
             "link": settings.link or "",
         }
+        metrics["parameters"] = self.arena.trainable
         metrics |= {"latency_ms": 1e3 * self.link.latency, "link_bytes_per_s": self.link.bandwidth}
         return Record(benchmark, what, self.stamp, samples, metrics, predicted, flags)
 

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.collective import size_name
-from benchmarks.lib.sheets import groups, machine, median, pages, ratio, time
+from benchmarks.lib.sheets import MARK, day, groups, machine, median, pages, ratio, time
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.table import Table
 from cs336_systems.presets import with_edition
 
 KINDS = ("parameters", "gradients", "optimizer")
-NOISY = "\\*: noisy (standard deviation above 5% of the mean): trust the ratios."
 ALL_REDUCE = (
     *("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted"),
     *("algbw", "busbw", "of a copy", "rank spread"),
@@ -20,17 +19,18 @@ ALL_REDUCE_NOTE = (
     "predicted: latency of an all-reduce of 4 KiB + 2 (ranks - 1) / ranks x size / link, where link is the speed of "
     "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank; "
     "of a copy: the time in which all ranks copy a tensor of this size in their memory, as a share of the all-reduce's."
+    f" {MARK}"
 )
 DDP = ("candidate", "step", "predicted", "/ torch DDP", "collectives", "sent", "they alone", "exposed")
 DDP_NOTE = (
     "sent: bytes that leave a rank in a step. they alone: those collectives with nothing else to do, and their share "
     "of the step. exposed: what a step takes longer than one without communication, median of pairs; the rest is "
-    f"hidden. {NOISY}"
+    f"hidden. {MARK}"
 )
-TIMES = (*("candidate", "step", "predicted", "/ ZeroRedundancyOptimizer", "/ FSDP2", "reductions", "gathers", "sent"),)
+TIMES = ("candidate", "step", "predicted", "/ torch's ZeRO 1", "/ FSDP2", "reductions", "gathers", "sent")
 TIMES_NOTE = (
     "reductions, gathers: the collectives of gradients and of parameters by themselves, and the share of the step that "
-    f"the latter would take; sent: bytes that leave a rank in a step. {NOISY}"
+    f"the latter would take; sent: bytes that leave a rank in a step. {MARK}"
 )
 MEMORY = ("candidate", *KINDS, "in all", "by the formula", "activations")
 MEMORY_NOTE = (
@@ -42,12 +42,12 @@ MEMORY_NOTE = (
 
 def all_reduce_row(record: Record) -> list[str]:
     """One size on some ranks."""
-    config, metrics = record.config, record.metrics
+    config, metrics, flagged = record.config, record.metrics, "*" * bool(record.flags)
     start = [str(config["ranks"]), config["backend"], config["device"], size_name(config["bytes"])]
     if record.status != "ok":
         status = "does not fit" if record.status == "out-of-memory" else record.status
         return [*start, status, *[""] * (len(ALL_REDUCE) - len(start) - 1)]
-    times = [time(metrics[key]) for key in ("mean_ms", "std_ms", "median_ms")]
+    times = [time(metrics[f"{key}_ms"]) + mark for key, mark in (("mean", ""), ("std", ""), ("median", flagged))]
     times.append(time(record.predicted["mean_ms"]))
     speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
     speeds.append(f"{metrics['copy_ms'] / metrics['median_ms']:.0%}" if "copy_ms" in metrics else "-")
@@ -104,7 +104,8 @@ def settings(record: Record) -> str:
         size = with_edition(config["size"], config["year"])
         shape = f"width {config['d_model']}, {config['layers']} blocks"
         ranks = f"{config['ranks']} {config['backend']} ranks with {record.environment['threads']} thread(s) each"
-        parts.append(f"{size}, {shape}, batch {config['batch_size']} x {config['context']} a rank, {ranks}")
+        count = f", {format_count(metrics['parameters'])} parameters" if "parameters" in metrics else ""
+        parts.append(f"{size}{count}, {shape}, batch {config['batch_size']} x {config['context']} a rank, {ranks}")
         parts.append(f"link {metrics['latency_ms']:.2g} ms + size / {format_count(metrics['link_bytes_per_s'])}B/s")
     if config["link"] or config["nodes"] > 1:
         parts.append(config["link"] or f"{config['nodes']} nodes")
@@ -117,10 +118,10 @@ def sheets(records: Sequence[Record]) -> list[Table]:
     for group in groups(records, settings):
         group.sort(key=lambda each: (each.config["backend"], each.config["ranks"], each.config.get("bytes", 0)))
         for title, heads, row, note in SHEETS[group[0].benchmark]:
-            found.append(Table(f"{title}; {settings(group[0])}", heads, list(map(row, group)), note))
+            found.append(Table(f"{title}; {settings(group[0])}, {day(group)}", heads, list(map(row, group)), note))
     return found
 
 
 def parallel_tables(results: Path) -> list[str]:
     """The Markdown tables of every machine."""
-    return [page for name in SHEETS for page in pages(results, name, sheets)]
+    return [page for name in SHEETS for page in pages(results, name, sheets, shared=True)]

@@ -11,7 +11,7 @@ from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
-from benchmarks.lib.sheets import groups, machine, median, pages
+from benchmarks.lib.sheets import day, groups, machine, median, pages
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.records import RESULTS, Record, shown
 from cs336_systems.errors import UserError
@@ -39,7 +39,7 @@ def passes(records: list[Record]) -> list[Table]:
     for group in groups((each for each in records if not chosen(each)), machine):
         flagged = [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in group if r.flags]
         note = "\n".join(["\\* flagged as hard to quote:", *map(markdown_text, flagged)]) if flagged else ""
-        found.append(Table(machine(group[0]), COLUMNS, [row(record) for record in group], note))
+        found.append(Table(f"{machine(group[0])}, {day(group)}", COLUMNS, [row(record) for record in group], note))
     return found
 
 
@@ -81,7 +81,7 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
         "parallel": parallel_tables, "kernels": kernel_tables, "scaling": scaling_tables, "experts": expert_tables,
         "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoint_tables.sheets),
         "memory": lambda results: pages(results, "memory", memory_tables.sheets),
-        "context": lambda results: pages(results, "long_context", long_context.sheets),
+        "context": lambda results: pages(results, "long_context", long_context.sheets, shared=True),
         "e2e": lambda results: pages(results, "e2e", passes),
     }[what]  # fmt: skip
     with shown(results):

@@ -53,7 +53,12 @@ class AttentionTask:
     backward: bool = True  # with a backward, or a forward that keeps nothing for one
 
     def __str__(self) -> str:
-        return f"{self.batch} x {self.seq} x {self.dim} {self.dtype}{' causal' * self.causal}"
+        return f"{self.shape} {self.dtype}{' causal' * self.causal}"
+
+    @property
+    def shape(self) -> str:
+        """`8 x 1024 x 64`."""
+        return f"{self.batch} x {self.seq} x {self.dim}"
 
 
 def flops(task: AttentionTask, what: str) -> float:
@@ -205,6 +210,7 @@ class Attention(Kernel[AttentionTask]):
     """Attention: forward, and backward by itself, of one call."""
 
     name = "attention"
+    times_host = False
     flops = staticmethod(flops)
     peak_bytes = staticmethod(peak_bytes)
     gate = staticmethod(gate)

@@ -30,6 +30,9 @@ class Task(Protocol):
     @property
     def dtype(self) -> DtypeName: ...
 
+    @property
+    def shape(self) -> str: ...
+
 
 T = TypeVar("T", bound=Task)
 Load = Callable[[Any, torch.device], Function]  # makes a candidate for a task
@@ -44,6 +47,7 @@ class Kernel(ABC, Generic[T]):
     rounds: int = 15
     candidates: Mapping[str, Load]
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
+    times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
     @abstractmethod
     def config(self, name: str, task: T, what: str) -> dict[str, Any]:
@@ -59,7 +63,7 @@ class Kernel(ABC, Generic[T]):
 
     @abstractmethod
     def moved(self, task: T, device: torch.device) -> int:
-        """The least that the passes read and write, in bytes; 0 if their products take longer than that."""
+        """The least that the passes read and write, in bytes; 0 if only their products count."""
 
     @abstractmethod
     def peak_bytes(self, name: str, task: T) -> int | None:
@@ -108,8 +112,11 @@ class Kernel(ABC, Generic[T]):
             for run in phases.values():
                 run()
 
-        once()
-        metrics: dict[str, Any] = {"host_us": 1e6 * clock.host_seconds(once)} if on_gpu else {}
+        metrics: dict[str, Any] = {"peak_memory_bytes": None} | ({"before_backward_bytes": None} if rest else {})
+        if not rest:
+            once()  # an optimizer makes its state
+        if on_gpu and self.times_host:
+            metrics["host_us"] = 1e6 * clock.host_seconds(once)
         if on_gpu or name != "compiled":
             memory.reset()
             if rest:
@@ -163,7 +170,12 @@ class SizedTask:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} {' x '.join(map(str, self.sizes))} {self.dtype} {self.what}"
+        return f"{self.kernel} {self.shape} {self.dtype} {self.what}"
+
+    @property
+    def shape(self) -> str:
+        """`50000 x 1024`."""
+        return " x ".join(map(str, self.sizes))
 
     @property
     def itemsize(self) -> int:

@@ -12,7 +12,7 @@ import click
 import torch
 
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
-from benchmarks.lib.contest import OURS, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError, refuse
+from benchmarks.lib.contest import OURS, UNTIMED, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError, refuse
 from benchmarks.lib.kernel import DtypeName, Kernel, Task
 from benchmarks.lib.kernel_sheet import Sheet, show
 from benchmarks.lib.options import Recorder, RecordOptions
@@ -28,7 +28,6 @@ from cs336_systems.model.precision import set_matmul_precision
 from kernels.launch import INTERPRETED
 
 INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
-UNTIMED = 4  # calls of a candidate besides its rounds
 
 Work = Sequence[tuple[Kernel[Any], Any]]  # kernels with their tasks, in the order in which they are timed
 
@@ -123,16 +122,16 @@ def keep_pages(device: torch.device) -> dict[str, bool]:
 def predict(session: Session, kernel: Kernel[Any], task: Task, name: str, what: str) -> dict[str, Any]:
     """Time and peak memory under the names of the metrics, and what the time is made of: products at the rate of the
     largest that was measured, and bytes at the rate of a large copy. A floor of products moves no bytes."""
-    hardware, flops = session.hardware(task.dtype), kernel.flops(task, what)
+    flops = kernel.flops(task, what)
     moved = 0 if flops and name == kernel.floor else kernel.moved(task, session.device)
     predicted, seconds, terms = dict[str, Any](), 0.0, []
     for unit, amount, rate, value in (
-        ("flops", flops, "peak_flops_per_s", hardware.matmul_flops),
-        ("bytes", moved, "bandwidth_bytes_per_s", hardware.bandwidth),
+        ("flops", flops, "peak_flops_per_s", lambda: session.hardware(task.dtype).matmul_flops),
+        ("bytes", moved, "bandwidth_bytes_per_s", lambda: session.hardware("fp32").bandwidth),
     ):
         if amount:
-            predicted |= {unit: amount, rate: value}
-            seconds += amount / value
+            predicted |= {unit: amount, rate: (per_second := value())}
+            seconds += amount / per_second
             terms.append(f"{unit} / {rate}")
     predicted = {"median_ms": 1e3 * seconds} | predicted | {"formula": " + ".join(terms)}
     peak = None if name == kernel.floor else kernel.peak_bytes(name, task)
@@ -146,7 +145,7 @@ def seconds_of(session: Session, kernel: Kernel[Any], task: Task) -> float:
 
 def pace(name: str, kernel: Kernel[Any], task: Task) -> str:
     """Name under which `Patience` remembers how slow a candidate is."""
-    return f"{name} {kernel.name} {kernel.passes(task)[-1]} {task.dtype}"
+    return f"{name} {kernel.name} {task.dtype}"
 
 
 def compare(session: Session, kernel: Kernel[Any], task: Task) -> None:
@@ -202,7 +201,8 @@ def measured(session: Session, contest: Contest, kernel: Kernel[Any], task: Task
                 metrics |= {key.replace("ratio", ratio): value for key, value in ratios(*pair).items()}
     if whole:
         metrics |= kernel.published(task)
-    flags = suspicions(metrics, predicted.get("flops", 0.0), predicted.get("bytes", 0.0), session.hardware(task.dtype))
+    hardware = session.hardware(task.dtype if "flops" in predicted else "fp32")
+    flags = suspicions(metrics, predicted.get("flops", 0.0), predicted.get("bytes", 0.0), hardware)
     config = kernel.config(name, task, what)
     return Record(session.benchmark, config, session.stamp, samples, metrics, predicted, flags)
 
@@ -222,21 +222,22 @@ def check_interpreted(session: Session, work: Work) -> None:
     """
     if OURS not in session.settings.chosen(session.known):
         return
-    start, passed = f"{OURS}: {INTERPRETER}", dict[str, float]()
-    if not INTERPRETED:
-        print(f"{start}; nor checked, because TRITON_INTERPRET=1 is not set")
-        return
-    for kernel, task in dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates):
+    said, passed, shapes = [f"{OURS}: {INTERPRETER}"], dict[str, float](), dict[str, dict[str, None]]()
+    few = dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates)
+    for kernel, task in few if INTERPRETED else ():
         try:
             function = kernel.candidates[OURS](task, session.device)
             error = kernel.gate(OURS, function, task, kernel.inputs(task, session.device))
             passed[kernel.name] = max(error, passed.get(kernel.name, 0.0))
+            shapes.setdefault(kernel.name, {})[task.shape] = None
         except UnavailableError as reason:
-            print(printable(f"{start}; nor checked: {reason}"))
+            said.append(f"not checked: {reason}")
         except WrongResultError as wrong:
             session.faults.append(f"{kernel.name}: {wrong}")
-    if passed:
-        print(f"{start}; gate: equals float64, {', '.join(f'{k} within {error:.1e}' for k, error in passed.items())}")
+    found = (f"{name} within {error:.1e} ({', '.join(shapes[name])})" for name, error in passed.items())
+    said += [f"gate: equals float64, {', '.join(found)}"] if passed else []
+    said += [] if INTERPRETED else ["not checked, because TRITON_INTERPRET=1 is not set"]
+    print(printable("; ".join(dict.fromkeys(said))))
 
 
 def raise_faults(session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -23,8 +24,13 @@ class Sheet:
 
 
 def metric(key: str, form: Callable[[Any], str]) -> Callable[[Record], str]:
-    """A column of one metric; empty where a record lacks it."""
-    return lambda record: "" if record.metrics.get(key) is None else form(record.metrics[key])
+    """A column of one metric, which may be unknown; empty where a record lacks it."""
+
+    def cell(record: Record) -> str:
+        value = record.metrics.get(key, "")
+        return value if value == "" else "unknown" if value is None else form(value)
+
+    return cell
 
 
 BEST_OTHER = ("/ best other", metric("ratio_median", "{:.2f}".format))
@@ -57,40 +63,49 @@ def ceilings(records: Sequence[Record]) -> str:
     }  # fmt: skip
     found = []
     for title, (key, unit) in rates.items():
-        known = {r.config["dtype"]: r.predicted[key] for r in records if key in r.predicted}
-        if known:
-            found.append(f"{title}: {', '.join(f'{name} {format_count(rate)}{unit}' for name, rate in known.items())}.")
+        known = {r.config["dtype"]: f"{format_count(r.predicted[key])}{unit}" for r in records if key in r.predicted}
+        alike = len(set(known.values())) == 1 and key == "bandwidth_bytes_per_s"
+        words = list(known.values())[:1] if alike else [f"{dtype} {rate}" for dtype, rate in known.items()]
+        found += [f"{title}: {', '.join(words)}."] if words else []
     return " ".join(found)
 
 
 def show(records: Sequence[Record], sheet: Sheet) -> None:
     """Print the records as a table, those of one shape together, and below it what is suspect or missing.
 
-    Of a candidate that was refused, one record stands for all its passes.
+    A candidate that was refused has one row for all passes that were refused alike.
     """
     stamp = records[0].environment
     title = f"{stamp['device']}, {stamp['threads']} threads, torch {stamp['torch']}, triton {stamp['triton']}"
     caption = f"{sheet.caption}\n{ceilings(records)}"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for number, head in enumerate((sheet.what, "pass", "median", "predicted", *(head for head, _ in sheet.columns))):
+    columns = [(head, cell) for head, cell in sheet.columns if any(map(cell, records))]
+    for number, head in enumerate((sheet.what, "pass", "median", "predicted", *(head for head, _ in columns))):
         table.add_column(head, justify="right" if number else "left", no_wrap=number == 0)
-    shown: tuple[str, str] = ("", "")
-    remarks: dict[str, list[str]] = {}
-    for record in records:
-        where, name = sheet.shape(record), record.config["candidate"]
-        if where != shown[0]:
+    remarks, above = dict[str, list[str]](), ""
+    for (where, name, *_), alike in groupby(records, lambda each: _row_key(sheet, each)):
+        same = list(alike)
+        if where != above:
             table.add_section()
             table.add_row(where, style="bold")
-        if record.status == "ok" or shown != (where, name):
-            cells = [*time_cells(record), *(cell(record) for _, cell in sheet.columns)]
-            what = record.config["pass"].replace("forward-backward", "both")
-            table.add_row(f"  {name}", what, *cells, style=None if record.status == "ok" else "dim")
-        shown = (where, name)
-        for flag in record.flags:
-            if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # which the table shows
-                remarks.setdefault(f"{name}: {flag}", []).append(where)
+            above = where
+        passes = " and ".join(record.config["pass"].replace("forward-backward", "both") for record in same)
+        cells = [*time_cells(same[-1]), *(cell(same[-1]) for _, cell in columns)]
+        table.add_row(f"  {name}", passes, *cells, style=None if same[0].status == "ok" else "dim")
+        for record in same:
+            for flag in record.flags:
+                if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # which the table shows
+                    remarks.setdefault(f"{name}: {flag}", []).append(f"{where}, {record.config['pass']}")
     out = console.console()
     out.print(table)
     for flag, places in remarks.items():
         shapes = list(dict.fromkeys(places))
         out.print(f"{flag} ({'; '.join(shapes) if len(shapes) <= 3 else f'{len(shapes)} shapes'})", markup=False)
+
+
+def _row_key(sheet: Sheet, record: Record) -> tuple[str, ...]:
+    """What the records of one row share: a candidate that was refused has one for all its passes."""
+    shape, name = sheet.shape(record), record.config["candidate"]
+    return (
+        (shape, name, record.config["pass"]) if record.status == "ok" else (shape, name, record.status, *record.flags)
+    )

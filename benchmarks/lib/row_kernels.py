@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -34,7 +35,8 @@ GATE_ROWS = 64
 
 
 class RowInputs:
-    """Matrices (rows columns), weights (columns), and the upstream gradient of each result (rows columns)."""
+    """Matrices (rows columns), weights (columns) around 1, biases too, and the upstream gradient of each result (rows
+    columns)."""
 
     def __init__(self, task: SizedTask, device: torch.device, counts: tuple[int, int, int]) -> None:
         matrices, weights, results = counts
@@ -161,6 +163,7 @@ class Norm(RowKernel):
 
     name = "norm"
     fraction = "copy_fraction"
+    times_host = False  # of a tiny shape instead
     matrices, weights, results = ("x",), ("weight", "bias"), ("y",)
     candidates: Mapping[str, Load] = {
         "layernorm": always(layernorm),
@@ -186,6 +189,9 @@ class Norm(RowKernel):
     def moved(self, task: SizedTask, device: torch.device) -> int:
         rows, columns = task.sizes
         return norm_bytes(rows, columns, task.itemsize, task.what, partial_rows(device))
+
+    def few(self, task: SizedTask) -> SizedTask:
+        return replace(task, sizes=(8, min(task.sizes[1], 1024)))
 
     def peak_bytes(self, name: str, task: SizedTask) -> None:
         """Not predicted: what the unfused candidates keep between their operations is not known."""

@@ -12,12 +12,15 @@ from cs336_systems.host.table import Table
 
 
 def machine(record: Record) -> str:
-    """`AMD EPYC, 2 cores, torch 2.13.0, commit abcdef0, 2026-01-02`: where and when a record was measured."""
+    """`AMD EPYC, 2 cores, torch 2.13.0, commit abcdef0`: where a record was measured."""
     where = record.environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    return (
-        f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}, {str(where['date'])[:10]}"
-    )
+    return f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+
+
+def day(records: Iterable[Record]) -> str:
+    """The date of the latest record."""
+    return max(str(record.environment["date"]) for record in records)[:10]
 
 
 def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> list[list[Record]]:
@@ -29,9 +32,12 @@ def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> list[list
 
 
 def median(record: Record) -> str:
-    """The median and the standard deviation over the mean, with a mark if that is large."""
+    """The median and the standard deviation over the mean, with a mark if the record is flagged."""
     metrics = record.metrics
     return f"{time(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}" + "*" * bool(record.flags)
+
+
+MARK = "\\*: flagged when it was measured, as noisy or on a busy machine: trust the ratios."
 
 
 def time(milliseconds: float) -> str:
@@ -40,9 +46,9 @@ def time(milliseconds: float) -> str:
 
 
 def ratio(metrics: dict[str, Any], prefix: str = "") -> str:
-    """`0.970 (0.950 to 0.990)`: the median of the ratios pair by pair, and their quartiles."""
+    """`0.970 (0.95 to 0.99)`: the median of the ratios pair by pair, and their quartiles."""
     middle, low, high = (metrics[f"{prefix}ratio_{name}"] for name in ("median", "low", "high"))
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -51,12 +57,12 @@ def show(tables: Iterable[Table]) -> None:
         console.console().print(table.table())
 
 
-def pages(results: Path, benchmark: str, sheets: Callable[[list[Record]], Sequence[Table]]) -> list[str]:
-    """The tables of every machine's records as Markdown; a note that several tables share stands below the last."""
+def pages(
+    results: Path, benchmark: str, sheets: Callable[[list[Record]], Sequence[Table]], shared: bool = False
+) -> list[str]:
+    """The tables of every machine's records as Markdown; a note that is `shared` stands below the last alone."""
     paths = sorted(results.glob(f"*/{benchmark}.jsonl"))
     tables = [table for path in paths for table in sheets(read_records(path))]
     last = {table.note: table for table in tables}
-    return [
-        (table if last[table.note] is table else replace(table, note="")).markdown(level=0).rstrip("\n")
-        for table in tables
-    ]
+    kept = (table if last[table.note] is table or not shared else replace(table, note="") for table in tables)
+    return [table.markdown(level=0).rstrip("\n") for table in kept]

@@ -20,12 +20,20 @@ def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
         return table  # tables in tables are left as they are
     endless = options.update(width=10_000, max_width=10_000)
     for form in (table, _turned(table, texts)):
+        widths = []
         for column in form.columns:
             breaks = column.justify == "left" and not column.no_wrap
             head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
             # Heads may be wrapped between words, numbers not.
             column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
-        if Measurement.get(console, endless, form).minimum <= options.max_width:
+            widths.append(max(each.maximum for each in (head, *cells)))
+        excess = options.max_width - Measurement.get(console, endless, form).minimum
+        if excess >= 0:
+            least = [column.min_width or 0 for column in form.columns]
+            while sum(widths) > sum(least) + excess:  # the widest column gives way
+                widths[max((width, i) for i, width in enumerate(widths) if width > least[i])[1]] -= 1
+            for column, width in zip(form.columns, widths, strict=True):
+                column.width = width
             return form
     return _row_by_row(table, texts)
 

@@ -26,7 +26,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "% or -": lambda share: "-" if share is None else f"{100 * share:.1f} %",
 }
 LONGEST, SHORT = 100, 44  # characters of a name in Markdown and on a terminal; kernels' names are templates of hundreds
-NUMBER = re.compile(r"[-+(<]*\d|-?$")  # the beginning of a cell in a column of numbers; it may be empty
+NUMBER = re.compile(r"[-+(<]*\d(?!\S* x )|-$")  # the beginning of a cell in a column of numbers, which is no shape
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Table:
         return cls(title, heads, list(zip(*cells, strict=True)), note, names)
 
     def numeric(self) -> list[bool]:
-        """List, for each column, True if it has numbers only."""
-        columns = [[row[i] for row in self.rows] for i in range(len(self.heads))]
-        found = [any(column) and all(NUMBER.match(cell) for cell in column) for column in columns]
+        """List, for each column, True if at least half of what it has are numbers: some may be missing, in words."""
+        columns = [[row[i] for row in self.rows if row[i]] for i in range(len(self.heads))]
+        found = [bool(each) and 2 * sum(bool(NUMBER.match(cell)) for cell in each) >= len(each) for each in columns]
         return [False, *found[1:]] if self.names else found
 
     def markdown(self, level: int = 2) -> str:
@@ -76,7 +76,7 @@ class Table:
 
     def table(self) -> rich.table.Table:
         """Make the table for a terminal, with shorter names."""
-        table = rich.table.Table(title=self.title, caption=self.note or None, title_justify="left")
+        table = rich.table.Table(title=self.title, caption=self.note.replace("\\*", "*") or None, title_justify="left")
         table.title_style, table.caption_justify = "bold", "left"
         for head, right in zip(self.heads, self.numeric(), strict=True):
             named = self.names and not table.columns

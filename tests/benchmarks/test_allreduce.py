@@ -244,6 +244,8 @@ def test_the_table_says_what_is_missing(capsys):
     [row] = [line for line in shown.splitlines() if " 1 MB " in line]
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
     assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "-", "0 ms"]
+    allreduce.show([replace(measured(10**6), flags=["noisy: much"])])
+    assert "│  1 ms* │" in capsys.readouterr().out
     assert "does not fit" in shown
     assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown
 

@@ -240,7 +240,7 @@ def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
     assert run_command(attention.main, ["--device", "cpu", *options]) == 0
     shown = capsys.readouterr().out
     assert "ours: not timed on a CPU" in shown
-    assert "nor checked: takes dims up to 128, not 129" in shown
+    assert "not checked: takes dims up to 128, not 129" in shown
 
 
 @needs_interpreter

@@ -185,7 +185,9 @@ def test_every_table_says_of_what_it_is(in_tmp):
     assert len(set(titles)) == len(titles) == 6
     for title in titles:
         precision = "fp32" if title in titles[:3] else "bf16"
-        assert title.endswith(f", tiny (2024) 2 x 32, {precision}, {common.machine(record())}")
+        assert title.endswith(
+            f", tiny (2024) 2 x 32, {precision}, {common.machine(record())}, {common.day([record()])}"
+        )
 
 
 @pytest.mark.parametrize(

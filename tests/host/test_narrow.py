@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from cs336_systems.host import table as text
 from cs336_systems.host.console import LiteralConsole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,27 @@ def test_words_are_wrapped_between_words():
     shown = [re.split("[┃│]", line)[-2].strip() for line in printed(135, "words") if line[0] in "┃│"]
     assert shown[1] == "parameters 3.2"
     assert " ".join(shown).count("parameters 3.2 MiB, gradients 3.2 MiB") == len(PASSES)
+
+
+def test_a_table_that_fits_with_a_wrapped_head_loses_no_column():
+    """rich shrinks the widest columns below what they need, and then cuts the last one."""
+    wide = Table()
+    for head in ("sizes", "pass", "median", "/ ZeroRedundancyOptimizer", "of a copy", "predicted"):
+        wide.add_column(head, justify="right" if wide.columns else "left", no_wrap=not wide.columns)
+    wide.add_row("cross-entropy 64 x 32 x 500 bf16", "forward-backward", "15.9 ms ± 12%", "0.9", "61%", "160.8 KiB")
+    for width in range(100, 130):
+        console = LiteralConsole(width=width)
+        with console.capture() as shown:
+            console.print(wide)
+        lines = shown.get().splitlines()
+        assert max(map(len, lines)) <= width
+        assert "160.8 KiB" in shown.get()
+        assert "15.9 ms ± 12%" in shown.get()
+
+
+def test_columns_of_numbers_are_right_aligned_also_where_some_are_missing():
+    rows = [["256 x 512 fp32", "1.5 ms", "forward", "2"], ["8 x 8192 fp32", "does not fit", "2 x 4", ""]]
+    assert text.Table("title", ("shape", "median", "pass", "ranks"), rows).numeric() == [False, True, False, True]
 
 
 BESIDE = """

@@ -186,13 +186,13 @@ def test_which_cells_of_the_grid_were_measured():
     cells = [attention("eager", "forward", seq, 1.0, "course") for seq in (256, 1024)]
     said = flash_sweep.measured_cells(Citation("attention", "", tuple(cells)))
     measured = "2 of the 20 cells of the course's grid were measured: widths 64 at 256 and 1,024 tokens."
-    assert said == f"{measured} The others were not measured; their times are predicted."
+    assert said == f"{measured} Of the others, 18 were not tried; their times are predicted."
     full = [
         replace(attention("eager", "forward", seq, 1.0, "course"), status="out-of-memory", samples_ms=[])
         for seq in flash_sweep.COURSE_SEQUENCES[2:]
     ]
     grid = [replace(r, config=r.config | {"dim": dim}) for r in [*cells, *full] for dim in flash_sweep.DIMS]
     said = flash_sweep.measured_cells(Citation("attention", "", tuple(grid)))
-    assert said.endswith("The others do not fit into memory; their times are predicted.")
+    assert said.endswith("Of the others, 12 do not fit into memory; their times are predicted.")
     table = str(flash_sweep.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
     assert "| 128 | 16,384 | - |" in table

@@ -80,10 +80,11 @@ def measured_cells(cited: Citation) -> str:
     whole = len(cells) == len(dims) * len(lengths)
     at = f"widths {joined(map(str, dims))} at {joined(f'{length:,}' for length in lengths)} tokens"
     which = at if whole else joined(f"{seq:,} tokens of width {dim}" for dim, seq in cells)
-    tried = {(r.config["dim"], r.config["seq"]) for r in cited}
-    others = "The others do not fit into memory" if set(GRID) <= tried else "The others were not measured"
+    full = {(r.config["dim"], r.config["seq"]) for r in cited if r.status == "out-of-memory"} - set(cells)
+    missing = set(GRID) - set(cells) - full
+    others = [f"{len(full)} do not fit into memory"] * bool(full) + [f"{len(missing)} were not tried"] * bool(missing)
     count = f"{len(cells)} of the {len(GRID)} cells of the course's grid"
-    return f"{count} were measured: {which}. {others}; their times are predicted."
+    return f"{count} were measured: {which}. Of the others, {joined(others)}; their times are predicted."
 
 
 def limits() -> str:
