@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from cs336_systems.host import table as text
+from cs336_systems.host import table as tables
 from cs336_systems.host.console import LiteralConsole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def test_a_table_that_fits_with_a_wrapped_head_loses_no_column():
 
 def test_columns_of_numbers_are_right_aligned_also_where_some_are_missing():
     rows = [["256 x 512 fp32", "1.5 ms", "forward", "2"], ["8 x 8192 fp32", "does not fit", "2 x 4", ""]]
-    assert text.Table("title", ("shape", "median", "pass", "ranks"), rows).numeric() == [False, True, False, True]
+    assert tables.Table("title", ("shape", "median", "pass", "ranks"), rows).numeric() == [False, True, False, True]
 
 
 BESIDE = """
