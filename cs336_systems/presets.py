@@ -121,7 +121,7 @@ class ModelConfig:
         for name in (*sizes, "recompute_every", "expert_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.d_model % self.num_heads:
+        if self.d_model % self.num_heads and not getattr(self, "head_width", 0):  # of `cost.shape`
             raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")

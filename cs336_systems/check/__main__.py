@@ -43,6 +43,8 @@ def number_checks(
 ) -> list[Callable[[], Any]]:
     """Comparisons of candidates with one process, or the grading of an exercise."""
     if exercise:
+        if ignored := [name for name, value in (("--as", kind), ("--only", only)) if value]:
+            raise UserError(f"an exercise says what is checked: drop {' and '.join(ignored)}")
         from cs336_systems.check.exercises import grade
 
         return [partial(grade, exercise, Path(target), tests=Path(tests) if tests else None, **options)]

@@ -172,6 +172,7 @@ def load_file(path: Path) -> ModuleType:
     sys.path.append(str(path.resolve().parent))
     try:
         loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} cannot be imported: {said}") from None
     return module

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.check.cases import Case, training
-from cs336_systems.check.oracle import Key, Notes
+from cs336_systems.check.oracle import Key, Notes, copied
 from cs336_systems.check.tolerances import UNIT_ROUNDOFF, factor_of, largest, likely_bound
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
@@ -122,7 +122,9 @@ class Evidence:
         for name, mask, detail in near:
             if mask.all():
                 return name, detail
-        other = (got - want).abs() > limit
+        other = ~((got - want).abs() <= limit)
+        if not got.isfinite().all() and want.isfinite().all():
+            return "not a number", f"{int((~got.isfinite()).sum())} of its {got.numel()} elements"
         for name, mask, detail in near:  # a slice of it
             if name in PARTLY and mask[other].all():
                 return name, f"{detail}{', ' * bool(detail)}{int(other.sum())} of its {got.numel()} elements"
@@ -148,7 +150,7 @@ class Evidence:
             module = self.case.module(rank if self.case.seeds else 0, rank)
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             if name in tensors:
-                yield "not sent", shard(tensors[name].detach().double(), wrong.got, rank, self.world), ""
+                yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
 
     def _of_gradient(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """What a gradient would be under each mistake, whole."""
@@ -221,7 +223,8 @@ def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
 def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:
     """The cause, a sentence with the first place, the error and the invariant that fails, and the page that explains
     it, from the wrong tensors of one kind and step."""
-    sent = [each for each in found if each.cause == "another rank's"]  # which to that rank itself is its own
+    # Another rank's, which to that rank itself is its own.
+    sent = [each for each in found if each.cause == "another rank's" and each.key == found[0].key]
     first = (sent or found)[0]
     step, kind, name = found[0].key
     names = list(dict.fromkeys(each.key[2] for each in found))

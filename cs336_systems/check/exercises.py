@@ -22,12 +22,16 @@ from cs336_systems.check.foreign import count_collectives, exchange
 from cs336_systems.check.functions import PROBES, hold, probe
 from cs336_systems.check.models import Replica
 from cs336_systems.check.ranks import BrokenPromiseError
-from cs336_systems.check.report import FAILED, RIGHT, WRONG, Report, check
+from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Report, check
 from cs336_systems.check.targets import exercise
 from cs336_systems.comm import Group, broadcast, current_place
 from cs336_systems.errors import UserError
 
 OWN = "your own file"
+ASKED = (  # properties that every exercise of a data-parallel wrapper asks for
+    *("tied weights", "frozen parameters", "unused on every rank", "unused on one rank", "buffers"),
+    *("accumulation in no_sync", "accumulation without no_sync"),
+)
 
 
 def grade(
@@ -51,7 +55,12 @@ def grade(
     if name == "zero-2":  # it makes both, as its gradients and its optimizer's state are divided alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
     only = only or tuple(asked.get("only", ()))
-    return check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
+    chosen = _split(chosen, asked["split"], ranks) if "split" in asked else chosen
+    report = check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
+    for i, each in enumerate(report.verdicts if asked["kind"] == "ddp" else ()):
+        if each.status in (REFUSED, ABSENT) and each.name in ASKED:
+            report.verdicts[i] = replace(each, status=WRONG)
+    return report
 
 
 class _Ring(Replica):
@@ -62,18 +71,21 @@ class _Ring(Replica):
         self.all_reduce, self.group, self.sent = all_reduce, group, 0
         for parameter in module.parameters():
             broadcast(parameter.detach(), 0, group).wait()
+        self.moved, self.counts = 0, count_collectives()
 
     def _exchange(self, piece: Tensor, into: Tensor) -> None:
         self.sent += piece.numel()
+        self.moved += piece.numel() + into.numel()
         exchange(piece, into)
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients by one all-reduce. Raises BrokenPromiseError if it sends more than a ring needs."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         flat = torch.cat([g.flatten() for g in gradients])
-        world, self.sent = self.group.size(), 0
+        world, self.sent, self.moved, before = self.group.size(), 0, 0, self.counts["elements"]
         self.all_reduce(flat, self._exchange, self.group.rank(), world)
         most = 2 * (world - 1) * -(-len(flat) // world)
+        hold(self.counts["elements"] - before == self.moved, "something else than exchange moves data")
         hold(self.sent <= most, f"a rank sent {self.sent} elements, and a ring needs {most}")
         vector_to_parameters(flat / world, gradients)
 
@@ -82,42 +94,67 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
     """Hold a candidate to its share of the optimizer's state (`state`) and of the memory of what each parameter has
     between steps (`keeps`, .data or .grad; a view counts as much as what it is a view of), and to numbers of
     collectives: before the end of backward (`early`) and in the whole step (`most`)."""
-    share, total, counts = 0, 0, Counter[str]()
+    share, total, counts, seen = 0, 0, Counter[str](), Counter[str]()
     keeps, early, most = asked.get("keeps"), asked.get("early", 0), asked.get("most", math.inf)
 
     def hold_share(what: str, elements: int) -> None:
         hold(elements <= share, f"a rank keeps {what} of {elements} of {total} elements, at most {share} are its")
 
-    def hold_memory(model: Any, optimizer: Any) -> None:
-        own = {*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])}
-        tensors = [each for each in (getattr(p, keeps) for p in own) if each is not None] if keeps else []
-        stores = {each.untyped_storage().data_ptr(): len(each.untyped_storage()) // each.itemsize for each in tensors}
-        hold_share(f".{keeps}", sum(stores.values()))
-
     def build(module: nn.Module, cls: Any, *rest: Any) -> Any:
         nonlocal share, total, counts
         sizes = [p.numel() for p in module.parameters()]
         share, total = sum(sizes) // ranks + max(sizes), sum(sizes)
+        seen.clear()
+        seen["free"] = "state" not in asked or len(sizes) < 2 * ranks  # of an optimizer on every rank
 
         class Counted(cls):  # type: ignore[misc]
             def __init__(self, params: Any, **options: Any) -> None:
                 super().__init__(params, **options)
+                seen["optimizers"] += 1
                 hold_share("state", sum(p.numel() for group in self.param_groups for p in group["params"]))
 
         built = chosen.build(module, Counted if "state" in asked else cls, *rest)
-        hold_memory(*built)
+        hold_share(f".{keeps}", _kept(keeps, *built))
         counts = count_collectives()
         return built
+
+    def before(model: Any, optimizer: Any) -> None:
+        seen["batches"] += 1
+        is_used = seen["free"] or seen["optimizers"] or seen["batches"] < 3
+        hold(bool(is_used), "optimizer_cls is given no parameters, although steps were taken")
+        chosen.before(model, optimizer)
 
     def finish(model: Any, optimizer: Any) -> None:
         launched = counts["reductions"]
         chosen.finish(model, optimizer)
-        hold_memory(model, optimizer)
+        hold_share(f".{keeps}", _kept(keeps, model, optimizer))
         taken, counts["reductions"] = counts["reductions"], 0
         hold(launched >= early, f"{launched} collectives were launched during backward; {early} or more should be")
         hold(taken <= most, f"a step took {taken} collectives; {most} or fewer should do")
 
-    return replace(chosen, build=build, finish=finish)
+    return replace(chosen, build=build, finish=finish, before=before)
+
+
+def _kept(name: str | None, model: Any, optimizer: Any) -> int:
+    """Elements of the storages of all parameters' .data or .grad."""
+    own = {*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])}
+    tensors = [each for each in (getattr(p, name) for p in own) if each is not None] if name else []
+    stores = {each.untyped_storage().data_ptr(): len(each.untyped_storage()) // each.itemsize for each in tensors}
+    return sum(stores.values())
+
+
+def _split(chosen: Candidate, axes: dict[str, int], ranks: int) -> Candidate:
+    """Hold a candidate to parameters that are split along an axis."""
+
+    def build(module: nn.Module, *rest: Any) -> Any:
+        whole = {name: p.shape for name, p in module.named_parameters()}
+        built = chosen.build(module, *rest)
+        for name, dim in axes.items():
+            has, most = dict(built[0].named_parameters())[name].shape[dim], -(-whole[name][dim] // ranks)
+            hold(has <= most, f"axis {dim} of {name} has {has} elements; {most} are this rank's")
+        return built
+
+    return replace(chosen, build=build)
 
 
 def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks: int, timeout: float) -> Report:

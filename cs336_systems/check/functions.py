@@ -184,9 +184,26 @@ def _is(state: Any, step: int) -> bool:
 def _reload(module: ModuleType, group: Group) -> None:
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         hold(module.load(Path(name)) is None, "load of an empty folder is not None")
+        (Path(name) / "first").mkdir()
+        module.save(_state(0), Path(name) / "first")  # here, where an error of it is seen
+        (Path(name) / "then").mkdir()
+        name = str(Path(name) / "then")
         for step in (1, 2, 3):
-            module.save(_state(step), Path(name))
+            if process := os.fork():  # another process saves: what is loaded comes from the folder
+                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                hold(code == 0, f"the save of step {step} fails")
+            else:
+                _save_and_exit(module, step, Path(name))
             hold(_is(module.load(Path(name)), step), f"load after the save of step {step} gives something else")
+
+
+def _save_and_exit(module: ModuleType, step: int, folder: Path) -> None:
+    code = 1
+    try:
+        module.save(_state(step), folder)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _traced(module: ModuleType, folder: Path, last: int | None = None) -> list[tuple[str, int]]:

@@ -35,8 +35,14 @@ class Notes:
         while key in self.tensors:
             number += 1
             key = (step, kind, f"{name} no. {number}".strip())
-        self.tensors[key] = tensor.detach().to("cpu", torch.float64, copy=True)
+        self.tensors[key] = copied(tensor)
         self.dtypes.add(tensor.dtype)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in float64, of complex numbers both parts."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.detach().to("cpu", torch.float64, copy=True)
 
 
 @dataclass

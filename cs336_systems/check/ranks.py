@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -79,6 +80,9 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
     tell_environment(place)
     for number, case in enumerate(cases):
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 1)
+        watchdog = threading.Timer(2 * timeout + 2, os._exit, [1])  # if the candidate has an alarm of its own
+        watchdog.daemon = True
+        watchdog.start()
         notes, spot = Notes(), replace(place, meeting=f"{place.meeting}-{number}")
         noted = partial(_noted, folder / f"{case.name}-{place.rank}", notes)
         slow = late_collectives() if case.slow else nullcontext()
@@ -87,6 +91,7 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
                 observe(candidate, case, group, notes)
         except BaseException:
             os._exit(0)
+        watchdog.cancel()
 
 
 @contextmanager
@@ -120,6 +125,17 @@ def line_of(error: BaseException) -> str:
     """Kind and message of an error, in one line that is not too long."""
     words = re.sub(r"\[\S+\.cc:\d+\] ", "", " ".join(str(error).split()))  # gloo's own place in its source
     return f"{type(error).__name__}: {words if len(words) <= SAID else f'{words[:SAID]} ...'}"
+
+
+@contextmanager
+def called(what: str) -> Iterator[None]:
+    """Run code of the user's inside the block. Raises UserError, in one line, for whatever error it raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what}: {line_of(error)}") from error
 
 
 def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> None:

@@ -1,5 +1,6 @@
 """Verdicts: one for each property of a candidate, from its ranks' notes and the reference's."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from cs336_systems.check.candidates import Candidate, candidate
 from cs336_systems.check.cases import CASES, FIRST, Case
 from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose
 from cs336_systems.check.oracle import Notes, reference
-from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, run_cases
+from cs336_systems.check.ranks import HUNG, BrokenPromiseError, called, clean_torch, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -76,7 +77,7 @@ class Report:
 
 def check(
     wrap: Any, build: Callable[[], Any] | None = None, kind: str | None = None, ranks: int = 2, timeout: float = 5.0,
-    only: tuple[str, ...] = (),
+    only: tuple[str, ...] | str = (),
 ) -> Report:  # fmt: skip
     """Compare a parallel run with one process, in double precision, on forked ranks of this machine's CPU.
 
@@ -88,7 +89,7 @@ def check(
     if ranks < 2:
         raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
     chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
-    names = [each.name for each in CASES]
+    only, names = (only,) if isinstance(only, str) else only, [each.name for each in CASES]
     wanted = {FIRST.name if name in TRAINING else name for name in only} or set(names)
     cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and each.name in wanted]
     if build is not None:
@@ -100,7 +101,8 @@ def check(
     with clean_torch():
         for case, notes in found:
             own, case = build is not None and case.name in BUILT, _expected(case)
-            want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
+            with called("one process with the model of build()"):
+                want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
             report.verdicts += _judge(Evidence(case, want, notes))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
@@ -117,16 +119,23 @@ def assert_right(wrap: Any, build: Callable[[], Any] | None = None, strict: bool
 
 def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
     """A case over the user's own module, loss and batch."""
-    with clean_torch():
+    with clean_torch(), called("build()"):
         built = build()
-    module, loss, batch = built if isinstance(built, tuple) else (built, case.criterion, case.data)
-    if not isinstance(module, nn.Module):
-        raise UserError(f"build() returned {type(module).__name__}; return a module, or (module, loss, batch)")
-    if (rows := len(batch(0)[0])) % ranks:
+        model, loss, batch = built if isinstance(built, tuple) else (built, case.criterion, case.data)
+        rows = len(batch(0)[0]) if isinstance(model, nn.Module) else 0
+    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+        raise UserError(
+            f"build() returned {type(model).__name__}; return a module with parameters, or (module, loss, batch)"
+        )
+    if rows % ranks:
         raise UserError(f"the batch has {rows} rows, which {ranks} ranks cannot share equally")
-    longest = max([rows, *(max(p.shape, default=1) for p in module.parameters())])
-    stages = 3 * 16 * sum(1 for _ in module.modules())  # a module is a few operations, forward and backward
-    make = (lambda: build()[0]) if isinstance(built, tuple) else build
+    longest = max([rows, *(max(p.shape, default=1) for p in model.parameters())])
+    stages = 3 * 16 * sum(1 for _ in model.modules())  # a module is a few operations, forward and backward
+
+    def make() -> nn.Module:  # a copy: build() may return the same module again
+        again = build()
+        return copy.deepcopy(again[0] if isinstance(built, tuple) else again)
+
     tolerance = max(case.tolerance, bound(torch.float64, stages, longest))
     return replace(case, make=make, criterion=loss, data=batch, tolerance=tolerance)
 

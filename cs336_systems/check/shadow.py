@@ -201,7 +201,7 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
                 observe(candidate, _typed(case, weights), group, Notes())
         except RefusedError as refusal:
             status, says = WRONG, str(refusal)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, MessagesError) and case.name == FIRST.name:
                 why = "it sums by messages; leave --types out to compare numbers"
                 raise UserError(f"--types cannot follow {candidate.name}: {why}") from None

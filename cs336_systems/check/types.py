@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cs336_systems.check.ranks import called
 from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
 from cs336_systems.check.shadow import P, R, RefusedError, Shadow, refusal
 from cs336_systems.check.targets import TYPED_RANKS
@@ -201,6 +202,7 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
 def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
     """The report on the types of a model that `build` returns (see type_check)."""
     report = Report(name, "a model", TYPED_RANKS, how="types alone, on ranks that do not exist")
-    status, says = next(((WRONG, str(each)) for each in type_check(build)), (RIGHT, "accepted"))
+    with called("build()"):
+        status, says = next(((WRONG, str(each)) for each in type_check(build)), (RIGHT, "accepted"))
     report.verdicts.append(Verdict("types", status, says, "docs/check.md#types"))
     return report

@@ -7,7 +7,6 @@ k-th layer on, more than two experts for a token, or shared experts of any width
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 
 MOST_CHOICES = 1024
+MOST = 10**15  # of any size in a file
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,20 @@ def shaped(**sizes: Any) -> ModelConfig:
     change its mixture. Raises UserError for what does not divide."""
     sizes = {name: value for name, value in sizes.items() if value is not None}
     routing = {each.name: sizes.pop(each.name) for each in fields(Routing) if each.name in sizes}
+    of_experts = [*routing, *["dense_layers"] * bool(sizes.get("dense_layers"))]
+    if of_experts and not sizes.get("num_experts"):
+        raise UserError(f"{', '.join(of_experts)}: the model has no experts: give their number with --num-experts")
     if routing:
-        if not sizes.get("num_experts"):
-            raise UserError(f"{', '.join(routing)}: the model has no experts: give their number with --num-experts")
         whole = {"shared_d_ff": 0} | vars(sizes.get("mixture", Mixture())) | routing
         if whole["top_k"] <= Mixture.most and not whole["shared_d_ff"]:
             del whole["shared_d_ff"]
         sizes["mixture"] = Routing(**whole) if "shared_d_ff" in whole else Mixture(**whole)
     own = {each.name for each in fields(Shape)} - {each.name for each in fields(ModelConfig)}
-    if any(sizes.get(name) for name in own):
-        return Shape(**sizes)
-    return ModelConfig(**{name: value for name, value in sizes.items() if name not in own})
+    if not any(sizes.get(name) for name in own):
+        return ModelConfig(**{name: value for name, value in sizes.items() if name not in own})
+    if (shape := Shape(**sizes)).num_experts and not shape.expert_layers:
+        raise UserError(f"none of the {shape.num_layers} layers has experts: the first {shape.dense_layers} have none")
+    return shape
 
 
 def wider(config: ModelConfig, **changes: Any) -> ModelConfig:
@@ -127,9 +130,13 @@ def read_shape(path: Path) -> ModelConfig:
         raise UserError(f"{path} does not say {named}")
     latent = {name: _count(path, given, key) for name, key in NAMES["latent"].items()}
     old = str(given.get("model_type", "")) in NAMES["learned"]
+    if not isinstance(tied := given.get("tie_word_embeddings", old), bool):
+        raise UserError(f"{path}: tie_word_embeddings must be true or false, not {tied!r}")
     sizes = {name: said.pop(name) for name in (*NAMES["required"], "d_ff")}
     sizes["d_ff"] = sizes["d_ff"] or 4 * (sizes["d_model"] or 0)
     if latent["key_value"]:
+        if missing := [NAMES["latent"][name] for name in ("plain", "rotary", "value") if not latent[name]]:
+            raise UserError(f"{path} does not say {', '.join(missing)}, widths of latent attention's heads")
         said["head_width"], said["num_kv_heads"] = None, None
     if not said["num_experts"]:
         said |= dict.fromkeys(("top_k", "expert_d_ff", "shared_d_ff", "dense_layers", "expert_every"))
@@ -146,7 +153,7 @@ def read_shape(path: Path) -> ModelConfig:
         bias=old,
         norm="layernorm" if old else "rmsnorm",
         feed_forward="gelu-tanh" if old else "swiglu",
-        tied_head=bool(given.get("tie_word_embeddings", old)),
+        tied_head=tied,
     )
 
 
@@ -156,7 +163,7 @@ def _count(path: Path, given: Mapping[str, Any], keys: str) -> int | None:
     if key is None:
         return None
     value = given[key]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or value != int(value):
-        raise UserError(f"{path}: {key} must be a whole number, not {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
+    if not number or value != int(value):
+        raise UserError(f"{path}: {key} must be a whole number, not {value!r:.40}, of 10^15 at most")
     return int(value)

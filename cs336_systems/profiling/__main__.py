@@ -14,7 +14,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.merge import merge
-from cs336_systems.profiling.report import MERGED, write_report
+from cs336_systems.profiling.report import MERGED, missing_ranks, write_report
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files, uncollected, write_json
 
 
@@ -46,9 +46,8 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         clocks.add_row(rank, about["host"], ahead, bound, about["clock_source"])
     screen = console.console()
     screen.print(clocks)
-    if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        screen.print(f"note: {ranks} of {traces[0].world_size} missing")
+    if note := missing_ranks(traces):
+        screen.print(note)
     phases = Counter(event["ph"] for event in merged["traceEvents"])
     screen.print(f"{phases['X']} slices, {phases['f']} arrows, {len(traces)} rank{'s' * (len(traces) > 1)}")
     screen.print(f"{out}: open it at https://ui.perfetto.dev", soft_wrap=True)

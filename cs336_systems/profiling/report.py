@@ -36,6 +36,8 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     if not any(span.category in (*HOST, *DEVICE) for trace in traces for span in trace.spans):
         kinds = ", ".join(sorted({repr(span.category) for trace in traces for span in trace.spans})[:5])
         raise UserError(f"the traces in {folder} have neither operators nor kernels of torch.profiler, only {kinds}")
+    if note := missing_ranks(traces):
+        console.print(note, markup=False)
     with os_errors(f"write to {folder}"):
         write_json(merge(traces, lazily=True), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
@@ -63,14 +65,22 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 
 
+def missing_ranks(traces: list[Trace]) -> str:
+    """Note about ranks whose traces are not there; empty if all are."""
+    missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"note: {ranks} of {traces[0].world_size} missing" if missing else ""
+
+
 def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
     """One HTML page with the pictures, and the tables as a terminal shows them; it needs only its folder."""
     described = [str(traces[0].ours[key]) for key in ("size", "wrapper", "device") if key in traces[0].ours]
     what = ", ".join(described) or "a trace of torch.profiler"
     title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {what}"))
+    note = f"<p>{missing_ranks(traces)}</p>" * bool(missing_ranks(traces))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = f"<meta charset=utf-8>{policy}<title>{title}</title><style>{STYLE}</style>"
-    parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>"]
+    parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>{note}"]
     for picture in sorted(path.name for path in written if path.suffix == ".svg"):
         parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
     texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]

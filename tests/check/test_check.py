@@ -1,6 +1,8 @@
 """Verdicts of `check`: no false alarm on right candidates, and the cause of each planted or published mistake named."""
 
 import re
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,7 @@ from cs336_systems.check.candidates import Candidate, candidate, load
 from cs336_systems.check.cases import CASES
 from cs336_systems.ddp import NaiveDDP
 from cs336_systems.errors import UserError
-from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, SEQUENCE, STEP, TENSOR, Planted, make
+from tests.check.planted import DDP, DIVIDE, MISTAKES, OPTIMIZER, PUBLISHED, SEQUENCE, STEP, TENSOR, Planted, make
 from tests.support.gallery import plant, slow_down
 from tests.support.ranks import patience
 from tests.test_readme import ROOT, anchors
@@ -214,9 +216,75 @@ def test_a_model_of_ones_own():
     for wrong, said in (
         (lambda: 3, "build\\(\\) returned int"),
         (lambda: (*build()[:2], lambda step: [torch.ones(5)] * 2), "5 rows"),
+        (lambda: torch.nn.Identity(), "return a module with parameters"),
+        (lambda: 1 / 0, "^build\\(\\): ZeroDivisionError: division by zero$"),
+        (lambda: (*build()[:2], lambda step: 1), "^build\\(\\): TypeError: "),
+        (lambda: torch.nn.Linear(4, 2), "^one process with the model of build\\(\\): RuntimeError: mat1 and mat2"),
     ):
         with pytest.raises(UserError, match=said):
-            check(make(DDP), wrong)
+            check(make(DDP), wrong, only="training")
+    same = build()
+    same[0].double()
+    assert_right(make(DDP), lambda: same, only="training")  # the same module each time
+
+
+def test_numbers_that_are_none_are_said_to_be_so():
+    report = check(make(DDP, DIVIDE, f"{DIVIDE}            flat[0] = float('nan')\n"), only="training")
+    assert report.of("gradients").cause == "not a number"
+
+
+class SetsTheAlarmOff(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        time.sleep(1000)
+
+
+def test_a_candidate_that_uses_the_alarm_is_killed_all_the_same():
+    report = check(SetsTheAlarmOff, kind="ddp", only="training", timeout=0.5)
+    assert report.exit_code() == 2
+    assert "it did not end: killed" in str(report)
+
+
+def test_a_file_that_exits_is_an_error(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match=r"leaves.py cannot be imported: SystemExit: 0$"):
+        load(str(tmp_path / "leaves.py"))
+
+
+class Complex(torch.nn.Module):
+    """A wrapper that averages gradients, of complex ones only the real parts if `part` says so."""
+
+    part = staticmethod(lambda gradient: gradient)
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for p in module.parameters():
+            torch.distributed.broadcast(p.detach(), 0)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self):
+        for p in self.module.parameters():
+            torch.distributed.all_reduce(self.part(p.grad))
+            self.part(p.grad).div_(torch.distributed.get_world_size())
+
+
+class RealPartsOnly(Complex):
+    part = staticmethod(torch.real)
+
+
+def test_complex_numbers_are_compared_whole():
+    def build() -> tuple:
+        module = torch.nn.Linear(4, 4, dtype=torch.complex128)
+        data = torch.linspace(-1, 1, 16).view(4, 4).to(torch.complex128)
+        return module, lambda y, t: (y - t).abs().square().mean(), lambda step: (data.roll(step), 1j * data)
+
+    assert_right(Complex, build, kind="ddp", only="training")
+    report = check(RealPartsOnly, build, kind="ddp", only="training")
+    assert report.of("gradients").status == "WRONG"
 
 
 @pytest.mark.parametrize(

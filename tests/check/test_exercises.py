@@ -232,3 +232,49 @@ def test_the_command_line_grades_tests(tmp_path, capsys):
     for arguments in ((solution,), ("--exercise", "ring")):
         assert run(*arguments, "--tests", str(tmp_path / "test_mine.py")) == 2
         assert "--tests needs --exercise NAME and TARGET" in capsys.readouterr().err
+
+
+CHEATS = {  # what does the work by other means than its exercise asks for, and what is said of it
+    "ring": ("import torch.distributed as dist\ndef all_reduce(flat, exchange, rank, world): dist.all_reduce(flat)\n",
+             "something else than exchange moves data"),
+    "matrices": ("def tensor_parallel(module): return module\n", "axis 0 of last.weight has 6 elements; 3 are"),
+    "zero-1": ("import torch\n"
+               "class ShardedOptimizer(torch.optim.Optimizer):\n"
+               "    def __init__(self, params, optimizer_cls, **options):\n"
+               "        params = list(params)\n"
+               "        super().__init__(params, options)\n"
+               "        self.inner = torch.optim.AdamW(params, **options)\n"
+               "    def step(self, closure=None): self.inner.step()\n",
+               "optimizer_cls is given no parameters, although steps were taken"),
+    "checkpoint": ("S = {}\n"
+                   "def save(state, folder): S[folder] = state\n"
+                   "def load(folder): return S.get(folder)\n",
+                   "load after the save of step 1 gives something else"),
+    "naive-ddp": ("import torch.distributed as dist\n"
+                  "from torch import nn\n"
+                  "class DDP(nn.Module):\n"
+                  "    def __init__(self, module):\n"
+                  "        super().__init__()\n"
+                  "        self.module = module\n"
+                  "        for t in [*module.parameters(), *module.buffers()]:\n"
+                  "            dist.broadcast(t.detach(), 0)\n"
+                  "    def forward(self, *inputs, **options): return self.module(*inputs, **options)\n"
+                  "    def finish_gradient_synchronization(self):\n"
+                  "        for p in self.module.parameters():\n"
+                  "            dist.all_reduce(p.grad)  # there may be none\n"
+                  "            p.grad /= dist.get_world_size()\n",
+                  "WRONG       frozen parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_an_exercise_is_not_solved_by_other_means(name, tmp_path):
+    text, said = CHEATS[name]
+    report = grade(name, written(tmp_path, text), timeout=patience(2.0))
+    assert report.exit_code() == 1
+    assert said in " ".join(str(report).split()) or said in str(report)
+
+
+def test_an_exercise_refuses_options_that_it_would_ignore(tmp_path, capsys):
+    assert run("--exercise", "ring", str(written(tmp_path, RING)), "--only", "training", "--as", "ddp") == 2
+    assert capsys.readouterr().err == "error: an exercise says what is checked: drop --as and --only\n"

@@ -16,7 +16,7 @@ from cs336_systems.cost.operators import operators_of, repeated
 from cs336_systems.cost.plan import MODULES, Plan
 from cs336_systems.cost.plan_memory import rank_bytes
 from cs336_systems.cost.rank import Rank
-from cs336_systems.cost.shape import read_shape, wider
+from cs336_systems.cost.shape import read_shape, shaped, wider
 from cs336_systems.cost.step_time import Seconds, data_parallel_seconds, optimizer_seconds, stage_weights, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -214,7 +214,11 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
         ({"text_config": [1]}, "does not say d_model"),
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),
         (GPT2 | {"n_layer": 1.5}, "n_layer must be a whole number, not 1.5"),
+        (GPT2 | {"vocab_size": 10**400}, "vocab_size must be a whole number, not 10000+.*, of 10.15 at most"),
+        (GPT2 | {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        (GPT2 | {"kv_lora_rank": 8, "qk_rope_head_dim": 4}, "does not say qk_nope_head_dim, v_head_dim, widths of"),
         (QWEN3_30B | {"num_experts_per_tok": 2000}, "a token is sent to 1 to 1024 experts"),
+        (QWEN3_30B | {"first_k_dense_replace": 99}, "none of the 48 layers has experts"),
     ],
 )
 def test_a_config_that_cannot_be_used_says_why(tmp_path, config, says):
@@ -233,3 +237,15 @@ def test_many_experts_have_a_range_of_their_own():
     many = wider(MOE.override(num_experts=32))
     step = step_time(many, Plan(), SEQ, H100)
     assert time_range(step) == (step.total, 2.5 * step.total)
+
+
+def test_heads_of_a_width_of_their_own_need_not_divide_the_stream():
+    model = shaped(**vars(model_preset("llama-8b")) | {"d_model": 2881, "num_heads": 64, "head_width": 64})
+    assert (model.d_model, model.head_dim) == (2881, 64)
+    with pytest.raises(UserError, match="d_model 2881 is not a multiple of num_heads 64"):
+        shaped(**vars(model_preset("llama-8b")) | {"d_model": 2881, "num_heads": 64})
+
+
+def test_dense_layers_need_experts():
+    with pytest.raises(UserError, match="dense_layers: the model has no experts"):
+        shaped(**vars(model_preset("llama-8b")) | {"dense_layers": 3})

@@ -11,7 +11,7 @@ from cs336_systems.comm import all_reduce, receive, reduce_scatter, send
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.profiling import Capture
-from cs336_systems.profiling.__main__ import main
+from cs336_systems.profiling.__main__ import main, read_ranks
 from cs336_systems.profiling.align import CONVERSION, match, offsets
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.merge import merge, own_moment, untangle
@@ -19,6 +19,7 @@ from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.nesting import nest
 from cs336_systems.profiling.operators import collective_rows
 from cs336_systems.profiling.overlap import overlaps
+from cs336_systems.profiling.report import write_report
 from cs336_systems.profiling.trace import OURS, Span, Trace, parse, read_json, read_trace, trace_files, write_json
 from tests.support import ranks
 from tests.support.merged_trace import validate
@@ -221,6 +222,9 @@ def test_a_missing_rank_is_a_note(tmp_path, capsys):
     code, out, _ = merge_command(capsys, str(tmp_path / "rank1.trace.json"), "--out", str(tmp_path / "all.json"))
     assert code == 0
     assert "rank 0 of 2 missing" in out
+    write_report(tmp_path, read_ranks([tmp_path / "rank1.trace.json"]), console.console())
+    assert "rank 0 of 2 missing" in capsys.readouterr().out
+    assert "rank 0 of 2 missing" in (tmp_path / "index.html").read_text()
     assert json.loads((tmp_path / "all.json").read_text())["ranks"].keys() == {"1"}
 
 

@@ -8,8 +8,10 @@ from rich.text import Text
 
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
+from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
@@ -32,10 +34,13 @@ def command(as_json: bool, **given: Any) -> None:
             choices.append({"recompute": name, "zero": zero, "peak_bytes": need, "fits": need <= available})
     fullest, parts = peak_bytes(config, plan, request.seq)
     need = sum(parts.values())
+    low, high = STACKS[plan.stack].bytes(need)
     found = {
         "stages": {str(stage): each for stage, each in stages.items()},
         "fullest_stage": fullest,
         "peak_bytes": need,
+        "low_bytes": low,
+        "high_bytes": high,
         "room_bytes": available,
         "fits": need <= available,
         "choices": choices,
@@ -54,7 +59,8 @@ def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]
     peak = Total(["peak", *(format_bytes(sum(each.values())) for each in stages.values())])
     where = f"on stage {found['fullest_stage']}, the fullest, " if pp > 1 else ""
     counted, left = fill_file("room", found | {"system": request.system, "where": where, "left": abs(room - need)})
-    verdict = ("fits", "green") if found["fits"] else ("does not fit", "red")
+    words = fit_verdict(need, found["low_bytes"], found["high_bytes"], room).rstrip(",")
+    verdict = words, "green" if words == "fits" else "yellow" if words != "does NOT fit" else "red"
     table: dict[str, list[str]] = {name: [name] for name in RECOMPUTE}
     for each in found["choices"]:
         needed = format_bytes(each["peak_bytes"])

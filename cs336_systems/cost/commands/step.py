@@ -98,18 +98,23 @@ def _breakdown(step: StepTime, width: int) -> Table:
     return new_table([title, "time", "share", "?<"], [*rows, None, total], narrow=width < NARROW)
 
 
+def fit_verdict(need: float, low: float, high: float, room: float) -> str:
+    """Words on a need of memory, with its range, beside the room."""
+    if need <= room:
+        return "fits" if high <= room else "fits, but may not,"
+    return "nearly fits" if low <= room else "does NOT fit"
+
+
 def _results(request: Request, found: dict[str, Any]) -> Table:
-    plan, room, memory = request.plan, found["memory_room_bytes"], found["memory_bytes"]
+    plan, memory = request.plan, found["memory_bytes"]
     need = sum(memory.values())
-    nearly = "nearly fits" if found["memory_low_bytes"] <= room else "does NOT fit"
-    surely = "fits" if found["memory_high_bytes"] <= room else "fits, but may not,"
     values = {
         "system": request.system,
         "attainable": request.system.peak(plan.number),
         "trained": worded(found["training"]) if "training" in found else (None, None),
         "need": need,
         "where": f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank",
-        "verdict": surely if need <= room else nearly,
+        "verdict": fit_verdict(need, found["memory_low_bytes"], found["memory_high_bytes"], found["memory_room_bytes"]),
         "parts": describe_parts(memory),
     }
     table = Table.grid(padding=(0, 2))
