@@ -28,10 +28,11 @@ from cs336_systems.comm import Group, broadcast, current_place
 from cs336_systems.errors import UserError
 
 OWN = "your own file"
-ASKED = (  # properties that every exercise of a data-parallel wrapper asks for
-    *("tied weights", "frozen parameters", "unused on every rank", "unused on one rank", "buffers"),
-    *("accumulation in no_sync", "accumulation without no_sync"),
-)
+ASKED = {  # properties that exercises of a kind ask for, so that an error in them is wrong
+    "ddp": ("tied weights", "frozen parameters", "unused on every rank", "unused on one rank", "buffers",
+            "accumulation in no_sync", "accumulation without no_sync"),
+    "fsdp": ("tied weights", "frozen parameters", "a parameter without axes"),
+}  # fmt: skip
 
 
 def grade(
@@ -57,8 +58,8 @@ def grade(
     only = only or tuple(asked.get("only", ()))
     chosen = _split(chosen, asked["split"], ranks) if "split" in asked else chosen
     report = check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
-    for i, each in enumerate(report.verdicts if asked["kind"] == "ddp" else ()):
-        if each.status in (REFUSED, ABSENT) and each.name in ASKED:
+    for i, each in enumerate(report.verdicts):
+        if each.status in (REFUSED, ABSENT) and each.name in ASKED.get(asked["kind"], ()):
             report.verdicts[i] = replace(each, status=WRONG)
     return report
 
