@@ -52,10 +52,12 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def narrowed(cited: Citation) -> Citation:
-    """Select the part of a large grid that fits a page: heads of 64, in bfloat16 if there is any."""
+    """Select the part of a large grid that fits a page: heads of 64, in bfloat16 if it was measured on a GPU."""
     dims = cited.values("dim") if cited else []
     chosen = cited.only(dim=64 if 64 in dims else dims[0]) if dims else cited
-    return chosen.only(dtype="bf16") if chosen and "bf16" in chosen.values("dtype") else chosen
+    on_gpu = any(record.environment.get("device_type") == "cuda" for record in chosen)
+    wanted = "bf16" if on_gpu else "fp32"
+    return chosen.only(dtype=wanted) if chosen and wanted in chosen.values("dtype") else chosen
 
 
 def kernels(book: Book, cited: Citation) -> Table:
