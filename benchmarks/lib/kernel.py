@@ -90,7 +90,7 @@ class Kernel(ABC, Generic[T]):
         """Functions to time one after the other, without arguments."""
 
     def kept(self, forward: Callable[[], object], device: torch.device, others: int) -> int:
-        """Bytes in use after the first of several phases, which is run for it."""
+        """Bytes in use after the first phase, which is run for it; asked only of a kernel with several phases."""
         raise NotImplementedError
 
     def prepare(self, clock: Stopwatch, name: str, task: T, inputs: Any) -> Entry:
@@ -130,11 +130,11 @@ class Kernel(ABC, Generic[T]):
         return Entry(phases, error, metrics)
 
     def make_floor(self, task: T, device: torch.device) -> Callable[[], object]:
-        """Lower bound on the time of every candidate: the function to time."""
+        """Lower bound on the time of every candidate: the function to time, of a kernel that names a `floor`."""
         raise NotImplementedError
 
     def published(self, task: T) -> dict[str, float]:
-        """What others published of all passes together, as metrics."""
+        """Published results of all passes together, as metrics."""
         return {}
 
 

@@ -104,7 +104,7 @@ def show(records: Sequence[Record], sheet: Sheet) -> None:
 
 
 def _row_key(sheet: Sheet, record: Record) -> tuple[str, ...]:
-    """What the records of one row share: a candidate that was refused has one for all its passes."""
+    """Key of the records of one row: a candidate that was refused has one row for all passes refused alike."""
     shape, name = sheet.shape(record), record.config["candidate"]
     return (
         (shape, name, record.config["pass"]) if record.status == "ok" else (shape, name, record.status, *record.flags)

@@ -59,7 +59,7 @@ class RowKernel(SizedKernel):
 
     @abstractmethod
     def equations(self, name: str) -> Function:
-        """What a candidate has to equal, in the dtype of its inputs."""
+        """Reference that a candidate is compared with, in the dtype of its inputs."""
 
     def leaves(self, name: str, inputs: RowInputs) -> list[Tensor]:
         """The arguments of a candidate."""

@@ -136,7 +136,7 @@ class Evidence:
         return ("unknown", "") if factor is None else ("factor", f"times {factor:.6g}")
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
-        """What the tensor would be under each mistake, the likeliest first."""
+        """Values that the tensor would have under each mistake, the likeliest first."""
         (step, kind, name), rank = wrong.key, wrong.rank
         before = self.got[rank].tensors.get((step - 1, "weight", name))
         if kind == "norm":
@@ -153,7 +153,7 @@ class Evidence:
                 yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
 
     def _of_gradient(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
-        """What a gradient would be under each mistake, whole."""
+        """Values that a whole gradient would have under each mistake."""
         (step, _, name), rank, n, right = wrong.key, wrong.rank, self.world, self.want[wrong.rank].tensors
         want = right.get(wrong.key, wrong.want)
         own = torch.stack([notes.tensors.get((step, "local", name), torch.zeros_like(want)) for notes in self.want])
@@ -181,7 +181,7 @@ class Evidence:
                 yield "another tensor's", tensor, f"that of {whose}"
 
     def _accumulated(self, step: int, name: str, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
-        """What a gradient would be under the mistakes of several backward passes."""
+        """Values that a gradient would have under the mistakes of several backward passes."""
         parts = [[tensor for (when, kind, whose), tensor in notes.tensors.items()
                   if (when, kind) == (step, "part") and first_of(whose) == name] for notes in self.want]  # fmt: skip
         if len(parts[0]) > 1 and len({len(each) for each in parts}) == 1:
