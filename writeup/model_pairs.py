@@ -18,8 +18,6 @@ from writeup.words import faster, joined, pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
-VARIED = ("norm", "compile", "precision")
-TOGETHER = 0.5  # hours between two runs whose times may stand in one row
 ATTENTION = {
     "naive": "operator by operator",
     "sdpa": "by torch's `scaled_dot_product_attention`",

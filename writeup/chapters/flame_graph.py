@@ -1,6 +1,5 @@
 """A flame graph of one step, and the shares of norms, softmax and other parts in it."""
 
-import re
 from typing import Any
 
 from benchmarks.records import Record
@@ -13,7 +12,6 @@ from writeup.words import joined
 
 PARTS = {"rmsnorm": "RMSNorm", "softmax": "softmax of attention"}  # the original's name and the profile's
 
-ACTIVATION = re.compile("gelu|silu")
 LEAST = 5e-4  # share of a part that is listed
 
 

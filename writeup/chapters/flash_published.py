@@ -14,7 +14,6 @@ from writeup.ceilings import attention_flops, peak_share
 from writeup.cells import NONE, quoted
 from writeup.tables import Table
 
-QUERY_TILE = 128  # usual on an H100
 PASSES = 3  # of products with weights, in forward passes: one, and a backward of two
 ATTENTION_PASSES = 3.5  # of attention: two products forward, five backward, as FlashAttention makes the scores anew
 

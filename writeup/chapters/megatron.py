@@ -20,9 +20,6 @@ from writeup.narrow import narrowed
 from writeup.tables import Table
 from writeup.words import error_of, joined, span
 
-MEGATRON = ("kort22-", "mlm2020-", "mlm1.0-", "nara21-", "megascale-", "mtnlg-")  # how the names of its runs begin
-ZERO3 = "nara21-zero3"  # DeepSpeed's, in the same paper
-ONE_BY_ONE = "kort22-"
 # The parts of a predicted step by the name that the figure has for measured ones.
 PREDICTED = {
     "forward": "forward",
