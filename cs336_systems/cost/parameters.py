@@ -6,9 +6,8 @@ from cs336_systems.presets import ModelConfig
 
 def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
     """Parameters of a dense feed-forward layer, or an expert, of a hidden width: two matrices, three if gated."""
-    d, f = config.d_model, hidden
-    ups = 2 if config.feed_forward == "swiglu" else 1
-    return (ups + 1) * d * f + (ups * f + d if config.bias else 0)
+    d, ups = config.d_model, 2 if config.feed_forward == "swiglu" else 1
+    return (ups + 1) * d * hidden + (ups * hidden + d if config.bias else 0)
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:

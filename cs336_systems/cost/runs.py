@@ -17,7 +17,7 @@ from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, nearest_system, read_json, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.shape import wider
+from cs336_systems.cost.shape import MOST, wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.cost.template import read_data
@@ -29,7 +29,6 @@ LEFT_OUT = PUBLISHED.parent / "left_out.json"  # measured over predicted time of
 OLDER = ("V100", "A100", "ThetaGPU")
 LITTLE = 0.25  # of the microbatches: with more other stages than that, a pipeline fills and drains for long
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-MOST = 10**15
 
 KEYS = read_data("data/run_keys")
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
+from cs336_systems.layout import check_experts
 from cs336_systems.presets import ModelConfig
 
 BEST = 10
@@ -130,12 +131,12 @@ def search(
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     rest["overlap"] = rest.get("overlap") or system.overlap
     whole = Space(config, seq, gpus, global_batch, system.node, **rest)
+    check_experts(config, whole.fixed.get("ep", 1))
     space, left_out = whole.within(limit)
     trial = _Trial(Search(whole, system, left_out=left_out))
     layouts = space.layouts()
     if not layouts:
-        held = ", ".join(f"{axis} {value}" for axis, value in whole.fixed.items())
-        raise UserError(f"no layout of {gpus} accelerators has {held}: the product of all degrees must be {gpus}")
+        raise UserError(f"no layout of {gpus} accelerators has {whole.held}: the product of degrees must be {gpus}")
     for number, degrees in enumerate(layouts):
         if trial.found.tried >= limit:
             left_out.append(f"{len(layouts) - number} of {len(layouts)} layouts")
@@ -162,7 +163,8 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
         )
     if found.nearest is None and not found.left_out:
         words = "; ".join(reason for reason, _ in found.indivisible.most_common(2)) or "no choice is left"
-        return f"nothing divides over {space.gpus} accelerators: {words}; change the number of them or the batch"
+        held = f" with {space.held}" if space.fixed else ""
+        return f"nothing divides over {space.gpus} accelerators{held}: {words}; change their number, batch or model"
     least = f"{format_bytes(found.nearest.memory)} on a rank at least" if found.nearest else None
     fill = f"a plan may fill {format_bytes(usable_memory(system))}"
     return (
@@ -265,7 +267,6 @@ class _Trial:
             return False
         config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
         try:
-            parts = peak_bytes(config, winner.plan.override(**changes), self.found.space.seq)[1]
+            return not fits(config, winner.plan.override(**changes), self.found.space.seq, self.found.system)
         except UserError:  # it does not divide
             return False
-        return sum(parts.values()) > self.usable

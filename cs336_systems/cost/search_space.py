@@ -77,6 +77,11 @@ class Space:
     stack: str = "megatron"
     fp8: bool = False
 
+    @property
+    def held(self) -> str:
+        """The options that fix choices, as they are given."""
+        return " ".join(option(axis, value) for axis, value in self.fixed.items())
+
     def layouts(self) -> list[Degrees]:
         """Degrees whose product is the number of accelerators, the usual ones first."""
         low = [n for n in range(1, isqrt(self.gpus) + 1) if self.gpus % n == 0]
@@ -187,7 +192,7 @@ class Space:
         never = f"no number up to {MOST_GPUS} would do"
         if not self.fixed:
             return f"{never}: raise the batch"
-        never += f" with {' '.join(option(axis, value) for axis, value in self.fixed.items())}"
+        never += f" with {self.held}"
         fewest, named = MOST_GPUS, list[str]()
         for axis, value in self.fixed.items():
             others = {name: held for name, held in self.fixed.items() if name != axis}

@@ -16,7 +16,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 
 MOST_CHOICES = 1024
-MOST = 10**15  # of any size in a file
+MOST = 10**15  # of any size
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,10 @@ def read_shape(path: Path) -> ModelConfig:
         named = "; ".join(f"{name} ({NAMES['sizes'][name].replace(' ', ' or ')})" for name in missing)
         raise UserError(f"{path} does not say {named}")
     latent = {name: _count(path, given, key) for name, key in NAMES["latent"].items()}
-    old = str(given.get("model_type", "")) in NAMES["learned"]
-    if not isinstance(tied := given.get("tie_word_embeddings", old), bool):
+    if (kind := given.get("model_type", "")) in NAMES["refused"]:
+        raise UserError(f"{path}: models of the type {kind} are built otherwise: give the sizes, as in --d-model 1024")
+    family = next(each["has"] for each in NAMES["families"] if kind in each["types"] or not each["types"])
+    if not isinstance(tied := given.get("tie_word_embeddings", family["tied_head"]), bool):
         raise UserError(f"{path}: tie_word_embeddings must be true or false, not {tied!r}")
     sizes = {name: said.pop(name) for name in (*NAMES["required"], "d_ff")}
     sizes["d_ff"] = sizes["d_ff"] or 4 * (sizes["d_model"] or 0)
@@ -149,11 +151,7 @@ def read_shape(path: Path) -> ModelConfig:
         **said,
         shared_expert=bool(said["shared_d_ff"]) or None,
         latent=latent_widths,
-        positions="learned" if old else "rotary",
-        bias=old,
-        norm="layernorm" if old else "rmsnorm",
-        feed_forward="gelu-tanh" if old else "swiglu",
-        tied_head=tied,
+        **family | {"tied_head": tied},
     )
 
 

@@ -29,7 +29,7 @@ GRADIENT = 4  # bytes: gradients add up in 32 bits
 # AdamW in one kernel: read the gradient for its norm; read gradient, master weight and two moments; write the last
 # three; set the gradient to zero. In half precision the 16-bit weight is written as well.
 OPTIMIZER_BYTES = 4 + 16 + 12 + 4
-# Parts of a step in order; the first, which every microbatch takes, are the fields of `Seconds`.
+# Parts of a step in order; the first, which every microbatch takes, are the fields of `Seconds`, both waits as one.
 PARTS: dict[str, dict[str, str]] = read_data("data/parts")
 
 
@@ -66,7 +66,8 @@ class Seconds(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     recompute: float = 0.0
-    host: float = 0.0  # the device waits for kernels to be launched
+    forward_wait: float = 0.0  # the device waits for the host to launch kernels
+    backward_wait: float = 0.0  # the same, recomputation included
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -87,7 +88,8 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
     others = sum(count * sum(spent[stage]) for stage, count in kinds.items()) - sum(own)
     sums = data_parallel_seconds(config, plan, seq, busiest, own, system)
     once = others / plan.chunks, sums, optimizer_seconds(config, plan, seq, busiest, system)
-    parts = dict(zip(PARTS, (*(m * each for each in own), *once), strict=False))
+    passes = *own[:3], own.forward_wait + own.backward_wait, *own[5:]
+    parts = dict(zip(PARTS, (*(m * each for each in passes), *once), strict=False))
     return StepTime(config, plan, seq, system, busiest, parts)
 
 
@@ -147,8 +149,8 @@ def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seco
     ]
     busy = [sum(kernel_time(kernel, system).busy for kernel in way) for way in ways]
     launches = [system.constants.host * sum(kernel.kernels for kernel in way) for way in ways]
-    waits = sum(max(0.0, host - device) for host, device in zip(launches, busy, strict=True))
-    return Seconds(busy[0], busy[1], busy[2], waits)
+    waits = [max(0.0, host - device) for host, device in zip(launches, busy, strict=True)]
+    return Seconds(busy[0], busy[1], busy[2], waits[0], waits[1] + waits[2])
 
 
 @lru_cache(maxsize=65536)
@@ -259,7 +261,8 @@ def data_parallel_seconds(
         seen = max(seconds - computing, last * seconds)
         return seen + system.constants.hidden * (seconds - seen)
 
-    forward, backward = spent.forward, spent.backward + spent.recompute
+    forward = spent.forward + spent.forward_wait  # transfers go on while the device waits for the host
+    backward = spent.backward + spent.recompute + spent.backward_wait
     reduced = gradient_bytes(plan)
     if plan.zero == 0:
         total = exposed(send("all-reduce", reduced), backward)

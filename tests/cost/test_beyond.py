@@ -175,6 +175,14 @@ QWEN3_30B = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
 }  # fmt: skip
+PYTHIA = {
+    "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "vocab_size": 50304, "max_position_embeddings": 2048,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 256000, "max_position_embeddings": 8192,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 
 
@@ -185,7 +193,9 @@ def written(tmp_path, config: object) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "billions"), [(DEEPSEEK_V3, 671.0), (QWEN3_30B, 30.5), (GPT2, 0.1244)], ids=["v3", "qwen3", "gpt2"]
+    ("config", "billions"),
+    [(DEEPSEEK_V3, 671.0), (QWEN3_30B, 30.5), (GPT2, 0.1244), (PYTHIA, 1.4146), (GEMMA, 2.5062)],
+    ids=["v3", "qwen3", "gpt2", "pythia", "gemma"],
 )
 def test_models_of_hugging_face_have_the_parameters_that_they_are_known_for(tmp_path, config, billions):
     found = sum(count_parameters(written(tmp_path, config)).values()) / 1e9
@@ -213,6 +223,7 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
         ([], "is no config.json"),
         ({"text_config": [1]}, "does not say d_model"),
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),
+        (GPT2 | {"model_type": "bert"}, "models of the type bert are built otherwise: give the sizes"),
         (GPT2 | {"n_layer": 1.5}, "n_layer must be a whole number, not 1.5"),
         (GPT2 | {"vocab_size": 10**400}, "vocab_size must be a whole number, not 10000+.*, of 10.15 at most"),
         (GPT2 | {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),

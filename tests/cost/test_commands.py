@@ -134,6 +134,20 @@ def test_step_prints_what_it_predicts(printed, name):
     assert [line for line in found["warnings"] if line[:40] not in out] == []
 
 
+@pytest.mark.parametrize("kernels", [[], ["--kernels", "torch"]])
+def test_memory_shows_each_zero_stage_as_step_predicts_it(printed, kernels):
+    options = ["--size", "small", "--dp", "4", *kernels]
+    for each in json.loads(printed("memory", *options, "--json"))["choices"]:
+        same = ["--zero", str(each["zero"]), "--recompute", each["recompute"]]
+        found = json.loads(printed("step", *options, *same, "--json"))
+        assert (each["peak_bytes"], each["stack"]) == (sum(found["memory_bytes"].values()), found["plan"]["stack"])
+
+
+def test_sizes_beyond_any_model_are_refused(run):
+    status, _, err = run("step", "--size", "small", "--d-ff", "9" * 320)
+    assert (status, err) == (2, "error: --d-ff has 320 digits: give 10^15 at most\n")
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_step_is_peak_and_losses(printed, name):
     predicted, found = asked(*REQUESTS[name]).step(), json.loads(printed("step", *REQUESTS[name], "--json"))

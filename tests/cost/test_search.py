@@ -156,8 +156,12 @@ def test_held_choices():
     got = search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 2, "recompute": "none", "zero": 1})
     assert {(each.plan.tp, each.step.config.recompute, each.plan.zero) for each in got.best} == {(2, "none", 1)}
     assert got.tried < found(MODEL).tried
-    with pytest.raises(UserError, match="no layout of 4 accelerators has tp 3"):
+    with pytest.raises(UserError, match="no layout of 4 accelerators has --tp 3"):
         search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 3})
+    with pytest.raises(UserError, match="nothing divides over 4 accelerators with --micro-batch-size 5: a batch"):
+        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"micro_batch": 5})
+    with pytest.raises(UserError, match="ep 2 splits experts, and the model has none"):
+        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"ep": 2})
     with pytest.raises(UserError, match="color is none of the choices"):
         search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"color": 3})
 

@@ -56,11 +56,11 @@ def test_the_device_waits_for_the_host_where_kernels_are_short():
             kernels[0] += int(times) * sum(work.kernels for work in each.forward)
             kernels[1] += int(times) * sum(work.kernels for work in each.backward)
     slow = spent(GPT, machine(host=2.0))
-    assert (slow.forward, slow.host) == (0, 2.0 * sum(kernels))
+    assert (slow.forward, slow.forward_wait, slow.backward_wait) == (0, 2.0 * kernels[0], 2.0 * kernels[1])
     # Each kernel that takes half as long as the host needs hides half of that.
     half = spent(GPT, machine(host=2.0, start=1.0))
-    assert (half.forward, half.backward, half.host) == (*kernels, sum(kernels))
-    assert spent(GPT, machine(host=1.0, start=1.0)).host == 0
+    assert half == Seconds(*kernels, 0, *kernels)
+    assert spent(GPT, machine(host=1.0, start=1.0)) == Seconds(*kernels)
 
 
 def test_messages_are_those_of_the_projects_own_stages():

@@ -163,10 +163,29 @@ def test_gradients_hide_behind_backward_but_for_the_last_bucket():
         spent = Seconds(forward=1e12, backward=backward, recompute=recompute)
         found = data_parallel(plan_of(dp=4), spent, BIG, hidden)
         assert found == pytest.approx(sticks_out + 0.25 * (alone - sticks_out))
+    # Transfers go on while the device waits for the host: a kernel that ends sooner hides no less.
+    waiting = Seconds(forward_wait=1e12, backward_wait=alone / 4, backward=alone / 2)
+    assert data_parallel(plan_of(dp=4), waiting, BIG) == pytest.approx(alone / 4)
     # From ZeRO stage 1 on weights hide behind the first forward as well.
     spent = Seconds(forward=weights, backward=1e12)
     found = data_parallel(plan_of(dp=4, zero=1), spent, BIG)
     assert found == pytest.approx(last * 4 * weights * 3 / 4 + (2 * weights * 3 / 4 - weights))
+
+
+def test_no_plan_takes_longer_on_a_machine_of_which_one_part_is_faster():
+    draw, kinds = random.Random(0), [replace(kind, vocab_size=32_000) for kind in (LLAMA, BIG, MOE)]
+    for _ in range(300):
+        degrees = {axis: draw.choice((1, 2)) for axis in ("pp", "tp", "cp")} | {"dp": draw.choice((1, 2, 8, 64))}
+        choices = {"overlap": draw.choice(("none", "data", "all")), "stack": draw.choice(("megatron", "fsdp"))}
+        plan = plan_of(m=draw.choice((1, 2, 8)), **degrees, **choices, zero=draw.randrange(4))
+        config = replace(draw.choice(kinds), recompute=draw.choice(("none", "segments")))
+        system = system_preset(draw.choice(("A100-80GB", "H100", "B200")))
+        took = step_time(config, plan, 512, system).total
+        for part in ("matmul_flops", "bandwidth", "inside", "between"):
+            old = getattr(system, part)
+            new = 3 * old if isinstance(old, float) else replace(old, bandwidth=3 * old.bandwidth)
+            faster = step_time(config, plan, 512, replace(system, **{part: new})).total
+            assert faster <= took * (1 + 1e-12), (config, plan, system.name, part)
 
 
 @pytest.mark.parametrize(("dp", "size"), [(4, 40e6), (64, 64e6)])

@@ -11,7 +11,7 @@ from cs336_systems.cost.commands.request import Request, request_options, take_r
 from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
-from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.stacks import STACKS, usual_stack
 from cs336_systems.cost.template import fill_file
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
@@ -22,16 +22,19 @@ from cs336_systems.host.console import format_bytes
 @json_option
 def command(as_json: bool, **given: Any) -> None:
     """Memory of a rank of each kind of stage at the fullest moment of a step, by part, and which choices would fit."""
+    chosen, kernels = given["stack"], given["kernels"]
     request = take_request(given)
-    config, plan, available = request.config, request.plan, usable_memory(request.system)
+    config, plan, room = request.config, request.plan, usable_memory(request.system)
     kinds = fullest_stages(config, plan)
     stages = {stage: rank_bytes(config, plan, request.seq, stage) for stage in kinds}
     choices = []
     for name, recompute in RECOMPUTE.items():
         for zero in range(4) if plan.replicas > 1 else (0,):
-            other = config.override(recompute=recompute), plan.override(zero=zero, shard=plan.shard if zero else 0)
+            stack = chosen or usual_stack(zero, kernels)
+            again = config.override(recompute=recompute, kernels=kernels or "triton")
+            other = STACKS[stack].shape(again, plan.override(zero=zero, shard=plan.shard if zero else 0))
             need = sum(peak_bytes(*other, request.seq)[1].values())
-            choices.append({"recompute": name, "zero": zero, "peak_bytes": need, "fits": need <= available})
+            choices.append({"recompute": name, "zero": zero, "stack": stack, "peak_bytes": need, "fits": need <= room})
     fullest, parts = peak_bytes(config, plan, request.seq)
     need = sum(parts.values())
     low, high = STACKS[plan.stack].bytes(need)
@@ -41,8 +44,8 @@ def command(as_json: bool, **given: Any) -> None:
         "peak_bytes": need,
         "low_bytes": low,
         "high_bytes": high,
-        "room_bytes": available,
-        "fits": need <= available,
+        "room_bytes": room,
+        "fits": need <= room,
         "choices": choices,
     }
     if as_json:
@@ -65,7 +68,7 @@ def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]
     for each in found["choices"]:
         needed = format_bytes(each["peak_bytes"])
         table[each["recompute"]].append(needed if each["fits"] else f"({needed})")
-    columns = [f"ZeRO {stage}" for stage in range(len(table["none"]) - 1)]
+    columns = [f"ZeRO {each['zero']}, {each['stack']}" for each in found["choices"] if each["recompute"] == "none"]
     screen.print(request.lines())
     parts = {"stages": new_table(["bytes of a rank", *titles], [*rows, None, peak])}
     choices = new_table(["recompute", *columns], table.values())

@@ -14,6 +14,7 @@ from cs336_systems.cost.operator_time import TimedPart, timed_part
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
+from cs336_systems.cost.shape import MOST
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, recomputed, step_time
 from cs336_systems.cost.template import fill_file
@@ -83,8 +84,11 @@ class Request:
 
 
 def take(settings: type, given: dict[str, Any]) -> Any:
-    """Take the options of one class out of a command's arguments."""
-    return settings(**{each.name: given.pop(each.name) for each in fields(settings)})
+    """Take the options of one class out of a command's arguments. Raises UserError for a size beyond any model's."""
+    taken = {each.name: given.pop(each.name) for each in fields(settings)}
+    if huge := [name for name, value in taken.items() if isinstance(value, int) and value > MOST]:
+        raise UserError(f"{flag(huge[0])} has {len(str(taken[huge[0]]))} digits: give 10^15 at most")
+    return settings(**taken)
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,12 +117,9 @@ def take_request(given: dict[str, Any]) -> Request:
 
 def as_options(settings: Any) -> list[str]:
     """The command-line options of these settings, without defaults."""
-    found = []
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if value != each.default:
-            found += [flag(each.name), *([] if value is True else [shlex.quote(str(value))])]
-    return found
+    given = {each.name: value for each in fields(settings) if (value := getattr(settings, each.name)) != each.default}
+    words = ([flag(name), *([] if value is True else [shlex.quote(str(value))])] for name, value in given.items())
+    return [word for option in words for word in option]
 
 
 def plan_options(plan: Plan, system: System, precision: Any = "bf16") -> PlanOptions:

@@ -98,17 +98,15 @@ class SearchRequest:
 
 
 def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
-    nearest = found.nearest
+    missed = None
+    if near := found.nearest:
+        again = RECOMPUTE_NAMES[near.config.recompute]
+        missed = {"plan": asdict(near.plan), "recompute": again, "lacks_bytes": near.lacks}
     return {
         **{name: getattr(found, name) for name in ("tried", "running", "too_large")},
         "indivisible": dict(found.indivisible.most_common()),
         "left_out": found.left_out,
-        "nearest_miss": nearest
-        and {
-            "plan": asdict(nearest.plan),
-            "recompute": RECOMPUTE_NAMES[nearest.config.recompute],
-            "lacks_bytes": nearest.lacks,
-        },
+        "nearest_miss": missed,
         "best": [asked.record(each) for each in found.best],
         "losses": [
             {

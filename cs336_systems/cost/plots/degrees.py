@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, of_stack, ticks_at, tidy
+from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
 from cs336_systems.cost.search_space import refused
 from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.cost.step_time import step_time
@@ -91,24 +91,23 @@ def draw(
             look = {"textcoords": "offset points", "va": "top", "color": GREY, "fontsize": "small"}
             axes.annotate(f"a node: {size}", (size, 0.97), (4, 0), **look)
         ticks_at(axes, degrees)
-        axes.set(xlim=(1.7, most * 3.6), ylim=(0, 1))
+        axes.set(xlim=(1.7, most * 6), ylim=(0, 1))
         axes.yaxis.set_major_formatter("{x:.0%}")
     for axes in panels[2:]:
         axes.set_xlabel("degree")
     for axes in panels[::2]:
         axes.set_ylabel("communication / (it + computing)")
-    panels[0].text(most * 3.4, 0.52, "communication takes longer", ha="right", color=GREY, fontsize="small")
+    panels[0].text(most * 5, 0.92, "communication takes longer", ha="right", color=GREY, fontsize="small")
     return figure
 
 
 def _panel(axes: Any, lines: dict[str, list[Share]]) -> None:
     axes.axhspan(0.5, 1, color="#f3f3f3", zorder=0)
-    colours = {name: colour for name, (colour, _) in zip(lines, STYLES, strict=False)}
-    for (name, found), (_, marker) in zip(lines.items(), STYLES, strict=False):
-        style = {"color": colours[name], "marker": marker, "markersize": 4.5}
-        axes.plot([s.degree for s in found], [s.share for s in found], **style)
+    for (name, found), (colour, marker) in zip(lines.items(), STYLES, strict=False):
+        if found:
+            style = {"color": colour, "marker": marker, "markersize": 4.5, "label": name}
+            axes.plot([s.degree for s in found], [s.share for s in found], **style)
         if first := next((each for each in found if each.communication > each.computing), None):
-            ring = {"facecolors": "none", "edgecolors": colours[name], "linewidths": 1.6, "zorder": 4}
+            ring = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.6, "zorder": 4}
             axes.scatter(first.degree, first.share, s=130, **ring)
-    ends = {name: (found[-1].degree, found[-1].share) for name, found in lines.items() if found}
-    name_ends(axes, ends, colours, 0.055)
+    name_lines(axes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, of_stack, ticks_at, tidy
+from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
 from cs336_systems.cost.search_space import RECOMPUTES, refused
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
@@ -48,8 +48,7 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
 
 def best(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> StepTime | None:
     """The fastest step of these plans; None if none fits."""
-    tried = plans(study, gpus, batch, pairs)
-    steps = (step_time(config, plan, study.seq, study.system) for config, plan in tried)
+    steps = (step_time(*each, study.seq, study.system) for each in plans(study, gpus, batch, pairs))
     return min(steps, key=lambda step: step.total, default=None)
 
 
@@ -101,15 +100,12 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
 
 
 def _panel(axes: Any, lines: dict[str, dict[int, StepTime]], counts: Sequence[int]) -> None:
-    styles = dict(zip(lines, (("black", "o"), *STYLES), strict=False))
-    for name, line in lines.items():
-        colour, marker = styles[name]
+    for (name, line), (colour, marker) in zip(lines.items(), (("black", "o"), *STYLES), strict=False):
         first = name == "best"
         look = {"linewidth": 2.6 if first else 1.2, "markersize": 6 if first else 4, "zorder": 2 if first else 3}
-        axes.plot(list(line), [step.mfu for step in line.values()], color=colour, marker=marker, **look)
+        axes.plot(list(line), [step.mfu for step in line.values()], color=colour, marker=marker, label=name, **look)
     plans = {gpus: f"{step.plan.tp} / {step.plan.pp}" for gpus, step in lines["best"].items()}
     ticks_at(axes, counts, [f"{gpus}\n{plans.get(gpus, '-')}" for gpus in counts])
-    axes.set_xlim(counts[0] / 1.3, counts[-1] * 3.6)
+    axes.set_xlim(counts[0] / 1.3, counts[-1] * 6)
     axes.set_xlabel("GPUs, and the best plan's tp / pp")
-    ends = {name: (max(line), line[max(line)].mfu) for name, line in lines.items()}
-    name_ends(axes, ends, {name: colour for name, (colour, _) in styles.items()}, 0.025, counts[-1] * 1.25)
+    name_lines(axes)

@@ -1,6 +1,6 @@
 """Shared parts of the pictures: colours, axes, labels that do not overlap, and files with stable bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,16 +68,10 @@ def ticks_at(axes: Any, values: Sequence[int], names: Sequence[str] | None = Non
     axes.xaxis.set_minor_locator(import_module("matplotlib.ticker").NullLocator())
 
 
-def name_ends(
-    axes: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str], gap: float, column: float = 0.0
-) -> None:
-    """Name lines to the right of their ends, at least `gap` apart and in one column if given, joined by thin lines."""
-    joined = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "relpos": (0, 0.5)}
-    heights = spread([y for _, y in ends.values()], gap)
-    for (name, (x, y)), height in zip(ends.items(), heights, strict=True):
-        weight = "bold" if name == "best" else "normal"
-        look = {"va": "center", "color": colours[name], "fontsize": "small", "weight": weight}
-        axes.annotate(name, (x, y), (column or 1.35 * x, height), arrowprops=joined, **look)
+def name_lines(axes: Any) -> None:
+    """A legend to the right of the lines, in the order of their ends from the top down."""
+    lines = sorted((each for each in axes.lines if each.get_label()[0] != "_"), key=lambda each: -each.get_ydata()[-1])
+    axes.legend(handles=lines, loc="center right", frameon=False, fontsize="small")
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
