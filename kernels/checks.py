@@ -1,4 +1,4 @@
-"""Checks that refuse tensors for kernels, and parameters and states for AdamW, whether in plain torch or fused."""
+"""Checks that refuse tensors for kernels, and the base of AdamW in plain torch and fused, which checks its options."""
 
 import math
 from collections.abc import Callable
