@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.checks import check_last_group, check_state
+from kernels.checks import AdamWBase
 from kernels.launch import jit, launch, runs_triton, tl
 
 BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
@@ -154,7 +154,7 @@ def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-class FusedAdamW(torch.optim.Optimizer):
+class FusedAdamW(AdamWBase):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2), all in one launch.
 
     Options, groups, state and update are those of `torch.optim.AdamW`, but moments are float32 at least. State dicts
@@ -164,7 +164,7 @@ class FusedAdamW(torch.optim.Optimizer):
     """
 
     moments_dtype = torch.float32  # at least; read when a part of a state is loaded
-    check_state = staticmethod(partial(check_state, can=("maximize",)))
+    can = ("maximize",)
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -174,11 +174,6 @@ class FusedAdamW(torch.optim.Optimizer):
         self._tables: dict[Kind, Tables] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own, by default the optimizer's."""
-        super().add_param_group(param_group)
-        check_last_group(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -198,39 +193,26 @@ class FusedAdamW(torch.optim.Optimizer):
             for name in MOMENTS if saved else ():  # as it was saved: torch cuts it down to the parameter's dtype
                 self.state[param][name] = saved[name].to(param.device, copy=True)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():  # update FSDP's shards like plain tensors
-            self._update()
-        return loss
-
-    def _update(self) -> None:
-        used = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        for param in chain.from_iterable(params for _, params in used):
-            if param.grad.layout != torch.strided:
-                raise TypeError(f"FusedAdamW keeps dense moments; a gradient of layout {param.grad.layout} has none")
+    def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
         fused, alive = [], []  # of gradients the kernel knows no more than an address
-        for group, params in used:
-            row_of: dict[int, int] = {}  # by step, since parameters may have been left out of some
-            for param in params:
-                state, grad = advance(param, self.state[param]), param.grad
-                step, mean, square = (state[name] for name in ("step", *MOMENTS))
-                row = row_of.setdefault(step, len(settings))
-                if row == len(settings):
-                    settings.append(settings_row(group, step))
-                ordinary = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__ and param.is_contiguous()
-                if not (ordinary and runs_triton(param)):
-                    plain_update(param, grad, mean, square, settings[row])
-                    continue
-                grad = grad.contiguous().resolve_neg()
-                fused.append(param)
-                alive.append(grad)
-                p, m, v, g = (each.data_ptr() for each in (param, mean, square, grad))
-                kind = Kind(param.device, param.dtype, grad.dtype, (p | m | v | g) % 16 == 0)
-                rows.setdefault(kind, []).append((p, m, v, param.numel(), row, g))
+        row_of: dict[tuple[int, int], int] = {}  # by group and step, since parameters may have been left out of some
+        for param, group in used:
+            state, grad = advance(param, self.state[param]), param.grad
+            step, mean, square = (state[name] for name in ("step", *MOMENTS))
+            row = row_of.setdefault((id(group), step), len(settings))
+            if row == len(settings):
+                settings.append(settings_row(group, step))
+            ordinary = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__ and param.is_contiguous()
+            if not (ordinary and runs_triton(param)):
+                plain_update(param, grad, mean, square, settings[row])
+                continue
+            grad = grad.contiguous().resolve_neg()
+            fused.append(param)
+            alive.append(grad)
+            p, m, v, g = (each.data_ptr() for each in (param, mean, square, grad))
+            kind = Kind(param.device, param.dtype, grad.dtype, (p | m | v | g) % 16 == 0)
+            rows.setdefault(kind, []).append((p, m, v, param.numel(), row, g))
         for kind, some in rows.items():
             self._tables.setdefault(kind, Tables(kind)).launch(some, settings)
         torch.autograd.graph.increment_version(fused)  # for graphs from before the step

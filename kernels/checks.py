@@ -1,6 +1,7 @@
-"""Checks that refuse tensors for kernels, and parameters and states for AdamW, whether in plain torch or fused."""
+"""Checks that refuse tensors for kernels, and the base of AdamW in plain torch and fused, which checks its options."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,30 +37,47 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape} as {why} demands")
 
 
-def check_last_group(groups: list[dict[str, Any]]) -> None:
-    """Raises TypeError or ValueError if AdamW cannot take an optimizer's last group, which then is not one of them."""
-    group = groups.pop()
-    lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
-    if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
-        raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
-    in_range = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)
-    if not in_range or len(betas) != 2:
-        numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
-        raise ValueError(f"{numbers} must not be negative, inf or NaN, two betas, {betas}, lie in [0, 1)")
-    for i, param in enumerate(group["params"]):
-        if not param.dtype.is_floating_point:
-            raise TypeError(f"params[{i}] must be of a real floating-point dtype, not {param.dtype}")
-    if len(set(group["params"])) < len(group["params"]):
-        raise ValueError("a parameter comes twice in a group: each step would update it twice")
-    groups.append(group)
+class AdamWBase(torch.optim.Optimizer):
+    """Base of AdamW in plain torch and fused: refuses what neither can update, and runs a step's closure."""
 
+    can: tuple[str, ...]  # options, and state of theirs, that not every AdamW has
+    update_all: Callable[..., None]  # updates the parameters with a gradient, given in pairs with their groups
 
-def check_state(state_dict: dict[str, Any], can: tuple[str, ...]) -> None:
-    """Raises ValueError for the state of another algorithm than AdamW with the options that it `can` have."""
-    for group in state_dict["param_groups"]:
-        found = {name for number in group["params"] for name in state_dict["state"].get(number, ())} - ADAMW_STATE
-        found |= {name for name in ("amsgrad", "momentum", "maximize") if group.get(name)}
-        if not group.get("decoupled_weight_decay", True):
-            found.add("coupled weight decay")
-        if found := found.difference(can):
-            raise ValueError(f"the state belongs to another algorithm than AdamW: it has {', '.join(sorted(found))}")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters and their hyperparameters. Raises TypeError or ValueError for those that AdamW cannot take."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+        if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
+            raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
+        in_range = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)
+        if not in_range or len(betas) != 2:
+            numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
+            raise ValueError(f"{numbers} must not be negative, inf or NaN, two betas, {betas}, lie in [0, 1)")
+        for i, param in enumerate(group["params"]):
+            if not param.dtype.is_floating_point:
+                raise TypeError(f"params[{i}] must be of a real floating-point dtype, not {param.dtype}")
+        if len(set(group["params"])) < len(group["params"]):
+            raise ValueError("a parameter comes twice in a group: each step would update it twice")
+        self.param_groups.append(group)
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError for the state of another algorithm than AdamW with the options that this one has."""
+        for group in state_dict["param_groups"]:
+            found = {name for number in group["params"] for name in state_dict["state"].get(number, ())} - ADAMW_STATE
+            found |= {name for name in ("amsgrad", "momentum", "maximize") if group.get(name)}
+            if not group.get("decoupled_weight_decay", True):
+                found.add("coupled weight decay")
+            if others := sorted(found.difference(self.can)):
+                raise ValueError(f"the state belongs to another algorithm than AdamW: it has {', '.join(others)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, **how: Any) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch._C.DisableTorchFunctionSubclass():  # update FSDP's shards like plain tensors
+            used = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if any(p.grad.layout != torch.strided for p, _ in used):
+                raise TypeError(f"{type(self).__name__} keeps dense moments; a sparse gradient has none")
+            self.update_all(used, **how)
+        return loss

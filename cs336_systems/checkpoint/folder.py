@@ -21,12 +21,13 @@ import json
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -153,8 +154,7 @@ class Saver:
 
     def __init__(self, parent: Path, group: Group, keep: int = 2, background: bool = False) -> None:
         self.parent, self.group, self.keep, self.background = parent, group, keep, background
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.saving: Future[Path] | None = None
 
     def start(self, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State) -> None:
         """Finish the save before, then save, or begin to. Every rank must call it. Raises SaveError of either."""
@@ -163,25 +163,23 @@ class Saver:
             save(self.parent, step, pieces, scalars, state, self.group, self.keep)
             return
         copies = [piece._replace(tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in pieces]
-        rest = deepcopy((scalars, state))
+        rest, saving = deepcopy((scalars, state)), Future[Path]()
 
         def work() -> None:
             try:
-                save(self.parent, step, copies, *rest, self.group, self.keep)
+                saving.set_result(save(self.parent, step, copies, *rest, self.group, self.keep))
             except BaseException as error:
-                self.error = error
+                saving.set_exception(error)
 
         # A daemon thread: if another rank is gone, the wait for its vote must not keep this process alive.
-        self.thread = threading.Thread(target=work, daemon=True)
-        self.thread.start()
+        Thread(target=work, daemon=True).start()
+        self.saving = saving
 
     def finish(self) -> None:
         """Wait for the save under way, and raise its error: SaveError, or CommError for a rank that is gone."""
-        if self.thread is not None:
-            self.thread.join()
-        self.thread, error, self.error = None, self.error, None
-        if error is not None:
-            raise error
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
 
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:

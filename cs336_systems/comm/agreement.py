@@ -140,18 +140,14 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
     return group if mine else None
 
 
-def request_stop(step: int, group: Group) -> int:
-    """Ask all ranks to stop after a step; returns the step of the first request, which holds for all.
-    Raises CommError if the store is lost."""
-    with needs_store("asked all ranks to stop", group):
-        return int(timed_store(group).set_first("stop after step", str(step)))
-
-
-def stop_step(group: Group) -> int | None:
-    """Step after which all ranks stop, or None if no rank has asked for that. Raises CommError if the store is lost."""
-    store = timed_store(group)
+def stop_step(group: Group, ask: int | None = None) -> int | None:
+    """Step after which all ranks stop, None if no rank has asked for that. This rank may `ask` for a step; the first
+    that any rank asked for holds. Raises CommError if the store is lost."""
+    store, key = timed_store(group), "stop after step"
     with needs_store("looked whether to stop", group):
-        return int(store.get("stop after step")) if store.check(["stop after step"]) else None
+        if ask is not None:
+            return int(store.set_first(key, str(ask)))
+        return int(store.get(key)) if store.check([key]) else None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

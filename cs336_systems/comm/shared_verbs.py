@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cs336_systems.comm.blocks import Block, Span
 from cs336_systems.comm.group import Group
-from cs336_systems.comm.shared_memory import Key, Transfer, transport
+from cs336_systems.comm.shared_memory import Act, Key, Transfer, transport
 
 ONE_SHOT = 2**18
 CACHED = 2**20  # bytes that are added at once, so that the sum is still in the cache when it is written
@@ -105,38 +105,22 @@ def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
     """Start this rank's part of `verbs.all_gather`."""
     slices = flat.data.view(-1).chunk(group.size())
     block, span = _exposed(slices[group.rank()])
-
-    def act(parts: list[Tensor | None]) -> None:
-        for target, part in zip(slices, parts, strict=True):
-            if part is not None:
-                target.copy_(part.view(flat.dtype))
-
-    return Transfer(key, group, act, block, span, in_place=block is None)
+    return Transfer(key, group, _copying(dict(enumerate(slices))), block, span, in_place=block is None)
 
 
 def broadcast(data: Tensor, source: int, group: Group, key: Key) -> Transfer:
     """Start this rank's part of `verbs.broadcast`; `data` are bytes."""
     data, sends = data.data, group.rank() == source
     block, span = _exposed(data) if sends else (None, Span())
-
-    def act(parts: list[Tensor | None]) -> None:
-        if (part := parts[source]) is not None:
-            data.copy_(part)
-
-    return Transfer(key, group, act, block, span, in_place=sends and block is None)
+    return Transfer(key, group, _copying({source: data}), block, span, in_place=sends and block is None)
 
 
 def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Transfer:
     """A message between two ranks of the group, one of which is this rank."""
-    flat, block = tensor.data.view(-1), None
-    if group.rank() == source:
-        block = transport.pool.stage(flat)
-
-    def act(parts: list[Tensor | None]) -> None:
-        if (part := parts[0]) is not None:
-            flat.copy_(part.view(flat.dtype))
-
-    return Transfer(key, group, act, block, block.span(flat.nbytes) if block else Span(), between=(source, to))
+    flat = tensor.data.view(-1)
+    block = transport.pool.stage(flat) if group.rank() == source else None
+    span = block.span(flat.nbytes) if block else Span()
+    return Transfer(key, group, _copying({0: flat}), block, span, between=(source, to))
 
 
 def all_to_all(
@@ -170,6 +154,17 @@ def _exposed(tensor: Tensor) -> tuple[Block | None, Span]:
         return None, span
     block = transport.pool.stage(tensor)
     return block, block.span(tensor.nbytes)
+
+
+def _copying(targets: dict[int, Tensor]) -> Act:
+    """Make the act that copies other ranks' blocks to tensors of this rank, by the place of their rank."""
+
+    def act(parts: list[Tensor | None]) -> None:
+        for place, target in targets.items():
+            if (part := parts[place]) is not None:
+                target.copy_(part.view(target.dtype))
+
+    return act
 
 
 def _all(parts: Sequence[Tensor | None], mine: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 step), and each rank takes its rows of it. So a run that is resumed, on any number of ranks, sees the same tokens."""
 
 import os
+import re
 import sysconfig
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from cs336_systems.host.text import regular
 
 IGNORED = -100  # a target that is not predicted; the default of torch's cross entropy
 STDLIB_CAP = 8_000_000  # bytes: enough for hours of training on a laptop, and loaded in a second
+# The end of a line, and the blank lines between it and another one.
+BLANK_LINES = re.compile(rb"[^\n\r \t][ \t\r]*\n([ \t\r]*\n)++(?=[ \t\r]*[^\n\r \t])")
 DEFAULT_SPLIT = "949,50,1"  # weights of training, validation and test documents
 
 
@@ -143,16 +146,10 @@ def lm_batch(
 ) -> tuple[Tensor, Tensor]:
     """Make this rank's inputs and targets of one step, each (batch/world_size context); targets are the next tokens.
     `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks."""
-    window = corpus.tokens[_places(corpus, step, seed, batch, context, rank, world_size)].astype(np.int64)
-    return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
-
-
-def _places(
-    corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
-) -> np.ndarray:
-    """Places in the stream (rows context+1) of a rank's rows of one step, and of the token after each row."""
     starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
-    return starts[rank_rows(batch, rank, world_size)][:, None] + np.arange(context + 1)
+    places = starts[rank_rows(batch, rank, world_size)][:, None] + np.arange(context + 1)
+    window = corpus.tokens[places].astype(np.int64)
+    return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
 
 
 def document_starts(corpus: Corpus) -> np.ndarray:
@@ -161,13 +158,8 @@ def document_starts(corpus: Corpus) -> np.ndarray:
     tokens = corpus.tokens
     if not corpus.is_text:
         return np.random.default_rng(0).random(len(tokens)) < 1 / 256
-    end, place = tokens == ord("\n"), np.arange(len(tokens), dtype=np.int32)
-    said, lines = ~np.isin(tokens, list(b"\n\r \t")), np.cumsum(end, dtype=np.int32)
-    before = np.maximum.accumulate(np.where(said, place, -1))[:-1]  # the last token before it that is no white space
-    first = said[1:] & (before >= 0) & (lines[1:] - lines[before] >= 2)
-    line = np.maximum.accumulate(np.where(end, place, -1)) + 1  # where each token's line begins
     starts = np.zeros(len(tokens), dtype=bool)
-    starts[line[1:][first]] = starts[0] = True
+    starts[[0, *(gap.end() for gap in BLANK_LINES.finditer(tokens.tobytes()))]] = True
     return starts
 
 
@@ -176,10 +168,10 @@ def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tenso
     each token's position in its document, all (batch/world_size context). The target of a document's last token is
     IGNORED. A row may cut its first and last document, as in Llama 3's training (arXiv:2407.21783, section 3.2)."""
     tokens, targets = lm_batch(corpus, *which)
-    begins = torch.from_numpy(starts[_places(corpus, *which)])
+    begins, ends = (each.bool() for each in lm_batch(replace(corpus, tokens=starts), *which))
     place = torch.arange(tokens.shape[1])
-    first = torch.where(begins[:, :-1], place, 0).cummax(1).values
-    return tokens, targets.masked_fill(begins[:, 1:], IGNORED), place - first
+    first = torch.where(begins, place, 0).cummax(1).values
+    return tokens, targets.masked_fill(ends, IGNORED), place - first
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,17 @@
 """AdamW in plain tensor operations, its parameter groups, and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.errors import UserError
-from kernels.checks import check_last_group, check_state
+from kernels.checks import AdamWBase
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(AdamWBase):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
 
     m = b1 m + (1 - b1) g          running mean of the gradient
@@ -25,7 +24,7 @@ class AdamW(torch.optim.Optimizer):
     of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
     parameter that is float16 or not real."""
 
-    check_state = staticmethod(partial(check_state, can=("amsgrad", "max_exp_avg_sq", "maximize")))
+    can = ("amsgrad", "max_exp_avg_sq", "maximize")
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -35,32 +34,14 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"amsgrad": amsgrad, "maximize": maximize})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own hyperparameters; the defaults are the optimizer's."""
-        super().add_param_group(param_group)
-        check_last_group(self.param_groups)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an `AdamW`, or of torch's, over parameters of the same shapes, after all load hooks."""
         with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
             super().load_state_dict(state_dict)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():  # update FSDP's shards like plain tensors
-            for parameter, group in with_gradients(self.param_groups):
-                update(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-
-def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
-    """Parameters with a gradient, and their groups. Raises TypeError for a sparse one, before any update."""
-    used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
-    if any(p.grad.layout != torch.strided for p, _ in used):
-        raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
-    return used
+    def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
+        for parameter, group in used:
+            update(parameter, parameter.grad, self.state[parameter], group)
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

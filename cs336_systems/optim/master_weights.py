@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import AdamW, update, with_gradients
+from cs336_systems.optim.adamw import AdamW, update
 
 
 class MasterAdamW(AdamW):
@@ -45,23 +45,12 @@ class MasterAdamW(AdamW):
             for name in saved.keys() - {"step"}:
                 self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
-    ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`, a number or a scalar on the device: the
-        factor of clipping, divided by the loss scale. Gradients are not changed, and not checked for inf and NaN: the
-        caller skips such a step. A closure is run before and its loss returned. Raises UserError for a multiplier with
-        axes, TypeError for a sparse gradient."""
+    def update_all(self, used: list[tuple[Any, dict[str, Any]]], multiplier: Tensor | float | None = None) -> None:
+        """Update parameters by their gradients in fp32 times `multiplier`, a keyword of `step`, a number or a scalar on
+        the device: the factor of clipping, divided by the loss scale. Gradients are not changed, and not checked for
+        inf and NaN: the caller skips such a step. Raises UserError for a multiplier with axes."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():
-            self._update(multiplier)
-        return loss
-
-    def _update(self, multiplier: Tensor | float | None) -> None:
-        used = with_gradients(self.param_groups)
         with self.timer("optimizer-copy-to-main-grad"):
             gradients = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32), copy=True) for p, _ in used]
         with self.timer("optimizer-clip-main-grad"):

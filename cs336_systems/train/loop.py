@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import torch
 
 from cs336_systems.checkpoint.disk import SaveError
-from cs336_systems.comm import Group, agree, request_stop, stop_step
+from cs336_systems.comm import Group, agree, stop_step
 from cs336_systems.comm.agreement import ranks_text
 from cs336_systems.comm.launch import SAME_SIGNAL
 from cs336_systems.errors import UserError
@@ -61,9 +61,7 @@ class StopSignal:
         """True, on every rank, if the run must stop after this step (the first is 1). Every rank must call this."""
         if self.group.size() == 1 or not self.active:
             return self.told
-        if self.told:
-            request_stop(step + 1 + self.ahead, self.group)
-        found = stop_step(self.group)
+        found = stop_step(self.group, step + 1 + self.ahead if self.told else None)
         return found is not None and step >= found
 
 

@@ -21,7 +21,6 @@ from cs336_systems.comm import (
     all_reduce,
     distributed,
     flight_recorder,
-    request_stop,
     stop_step,
 )
 from cs336_systems.comm.flight_recorder import FINISHED, RING, SLOTS, WAITING, Ring, recorder
@@ -234,11 +233,11 @@ def stop_case(group) -> list[int | None]:
     found = [stop_step(group)]
     agree("asked", "", group)
     if group.rank() != 1:
-        request_stop(7 + group.rank(), group)
+        stop_step(group, ask=7 + group.rank())
     agree("first", "", group)
     found.append(stop_step(group))
     if group.rank() == 1:
-        assert request_stop(3, group) == found[1]
+        assert stop_step(group, ask=3) == found[1]
     agree("second", "", group)
     return [*found, stop_step(group)]
 

@@ -155,6 +155,8 @@ def test_bad_hyperparameters_are_refused():
     with pytest.raises(TypeError, match="sparse"):
         AdamW([before, p]).step()
     assert before.tolist() == [1, 1], "nothing moves"
+    with pytest.raises(TypeError, match="multiplier"):  # a keyword of MasterAdamW's steps only
+        AdamW([before]).step(multiplier=0.5)
 
 
 def test_bad_parameters_are_refused():

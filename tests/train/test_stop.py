@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint
-from cs336_systems.comm import agree, request_stop
+from cs336_systems.comm import agree, stop_step
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import die_with_parent
 from cs336_systems.train import __main__ as training
@@ -112,7 +112,7 @@ def test_the_step_is_one_that_nobody_has_passed(told, ahead):
 
 def earlier_case(group) -> list[int]:
     """Who asks first decides."""
-    return [request_stop(5, group), request_stop(3, group)] if group.rank() == 0 else []
+    return [stop_step(group, ask=5), stop_step(group, ask=3)] if group.rank() == 0 else []
 
 
 def test_the_first_order_holds():
