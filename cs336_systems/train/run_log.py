@@ -173,7 +173,10 @@ def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -
         text += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     of_bytes = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
     text += f" (guessing: {math.log(256 if of_bytes else trainer.batches.vocab_size):.3f}); "
-    text += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
+    if most:  # of tensors on a GPU; on a CPU of the process, which needs more than --dry-run counts
+        of_tensors = "" if trainer.device.type == "cuda" else "resident "
+        peaks = dict.fromkeys(map(format_bytes, (least, most)))
+        text += f"peak {of_tensors}memory of a rank {' to '.join(peaks)}; "
     text += f"log: {log}"
     if trainer.skipped:
         why = "their gradients were inf or NaN"

@@ -47,7 +47,7 @@ def test_text_is_learned(in_tmp, capsys):
     shown = capsys.readouterr().out
     assert final["sample"] in shown
     assert final["sample"].startswith("def ")
-    assert "(guessing: 5.545)" in shown
+    assert "(guessing: 5.545); peak resident memory of a rank " in shown
 
 
 def test_random_bytes_are_not(in_tmp, quick_probe):
