@@ -7,8 +7,9 @@ import pytest
 from benchmarks import moe_sweep
 from benchmarks.expert_tables import cells, row, show, sweep
 from benchmarks.harness import WrongResultError
+from benchmarks.lib import expert_turns
 from benchmarks.lib.expert_picture import chosen_capacity, draw, factor, lines
-from benchmarks.moe_sweep import MoESweepSettings, newest, parse_capacity, places
+from benchmarks.moe_sweep import MoESweepSettings, newest, parse_capacity
 from benchmarks.records import Record, append_record, read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
@@ -21,7 +22,7 @@ from tests.support import ranks
 
 TINY = {"experts": (4, 8), "tokens": 32, "d_model": 8, "d_ff": 16, "rounds": 1, "skew": 1.0}
 CAPACITIES = ("1x", "2x", "0.25", "dropless")
-LIMIT = 4 * 32 * 8 * 16 / 1e9  # of a one-hot tensor: 8 experts without a capacity have more
+LIMIT = 4 * 32 * 8 * 16  # of a one-hot tensor: 8 experts without a capacity have more
 
 
 def measured(candidate: str = "sort", experts: int = 8, slots: int | None = 4, ranks: int = 2, **config) -> Record:
@@ -45,8 +46,9 @@ def grid() -> list[Record]:
 
 
 def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
-    moe_sweep.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
-    settings = MoESweepSettings(**TINY, capacity=CAPACITIES, one_hot_limit=LIMIT)
+    expert_turns.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
+    moe_sweep.ONE_HOT_LIMIT = LIMIT
+    settings = MoESweepSettings(**TINY, capacity=CAPACITIES)
     moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), settings, Path(results))
 
 
@@ -100,16 +102,18 @@ def test_capacities(text, slots, training):
 def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
     started, here = [], Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
     monkeypatch.setattr(moe_sweep, "run_ranks", lambda work, count, *_: started.append(count))
-    moe_sweep.measure(MoESweepSettings(), Place(), Path("scratch"))
-    moe_sweep.measure(MoESweepSettings(nproc=(2,), smoke=True), Place(), Path("scratch"))
+    assert moe_sweep.measured(MoESweepSettings(), Place(), Path("scratch")) == []
+    assert moe_sweep.measured(MoESweepSettings(nproc=(2,), smoke=True), Place(), Path("scratch")) == []
     assert started == [1, 2, 4, 2]
+    (in_tmp / "scratch/moe_sweep.jsonl").unlink()
+    (in_tmp / "scratch").rmdir()
     monkeypatch.setattr(moe_sweep, "find_place", lambda: here)
     monkeypatch.setattr(moe_sweep, "work", lambda place, *_: started.append(place))
     moe_sweep.run(MoESweepSettings())
     assert started[-1] == here
     assert not list(in_tmp.iterdir())  # rank 1 opens no file of records
     with pytest.raises(UserError, match="--nproc 2 would start ranks, but 4 were started already"):
-        places(MoESweepSettings(nproc=(2,)), here)
+        MoESweepSettings(nproc=(2,)).ranks(here)
 
 
 @pytest.mark.parametrize(
