@@ -8,14 +8,15 @@ and compared bit by bit. Only ours verifies the files when it loads.
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.checkpoint_tables import sheets
-from benchmarks.harness import noise, ratios, summarise
-from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
+from benchmarks.harness import interleave, noise, ratios, summarise
+from benchmarks.lib.checkpoint_candidates import Bench, Candidate, ours, predict, theirs
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.sheets import show
 from benchmarks.parallel_run import ParallelSettings, start
@@ -37,48 +38,38 @@ class CheckpointSettings(ParallelSettings):
     size: str = setting("small", "Model preset.")
     batch_size: int = setting(1, "Sequences of each rank in the single training step.", type=COUNT)
     context: int | None = setting(32, "Tokens in a sequence.", type=COUNT)
-    folder_of_files: Path | None = setting(
-        None, "Folder for the checkpoints, to choose a disk.  [default: a temporary folder here]"
-    )
 
 
 def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank by candidate; they take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in rivals}
-    with console.progress("taking turns", rounds * len(rivals), quiet=bench.group.rank() > 0) as advance:
-        for _ in range(rounds):
-            for name, candidate in rivals.items():
-                all_reduce(bench.token, bench.group, "line up").wait()
-                samples[name].append(bench.seconds(candidate.run) * 1e3)
-                candidate.after()
-                advance(name)
+
+    def once(candidate: Candidate) -> float:
+        all_reduce(bench.token, bench.group, "line up").wait()
+        milliseconds = bench.seconds(candidate.run) * 1e3
+        candidate.after()
+        return milliseconds
+
+    with console.progress("taking turns", rounds, quiet=bench.group.rank() > 0) as advance:
+        samples = interleave({name: partial(once, each) for name, each in rivals.items()}, rounds, advance)
     return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
 
 
 def recipe_of(settings: CheckpointSettings, ranks: int, device: str) -> Recipe:
     """The run whose state is saved."""
     config = settings.config()
-    return Recipe.of(
-        size=settings.size,
-        year=settings.year,
-        d_model=config.d_model,
-        d_ff=config.d_ff,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        data=("random",),
-        batch_size=settings.batch_size * ranks,
-        context=config.context_length,
-        device=device,
-    )
+    shape = {name: getattr(config, name) for name in ("d_model", "d_ff", "num_heads", "num_layers")}
+    asked = {"batch_size": settings.batch_size * ranks, "context": config.context_length, "device": device}
+    return Recipe.of(size=settings.size, year=settings.year, data=("random",), **shape, **asked)
 
 
 def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) -> list[Record]:
     """The gate, then the turns: a record for every candidate."""
     rivals, group, config = ours(bench) | theirs(bench), bench.group, bench.trainer.config
     for name, candidate in rivals.items():
-        candidate.check()
-        if group.rank() == 0 and candidate.check is not nothing:
-            print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
+        if candidate.load:
+            bench.check(name, candidate.save, candidate.load)
+            if group.rank() == 0:
+                print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
     predicted = predict(bench)
     samples = play(bench, rivals, settings.rounds)
     records = []
@@ -95,14 +86,13 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
 def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
     device = choose_device(settings.device)
-    where = settings.folder_of_files or Path.cwd()
     recipe = recipe_of(settings, place.world_size, device.type)
     usable = usable_memory(device) // (place.world_size if device.type == "cpu" else 1)
     require_fit(recipe, place.world_size, usable)  # before the ranks join, since it observes one of them alone
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (
         distributed(device, settings.backend, settings.timeout, place) as group,
-        tempfile.TemporaryDirectory(dir=where, prefix="checkpoints-") as mine,
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="checkpoints-") as mine,
     ):
         folder = Path(agree("folder", mine, group)[0])
         stamp |= {"world_size": group.size(), "backend": backend_of(group)}
