@@ -15,7 +15,7 @@ import click
 
 from benchmarks.expert_tables import layers, show
 from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way, check_ranks
-from benchmarks.lib.expert_turns import Candidate, measure
+from benchmarks.lib.expert_turns import Candidate, cell, measure
 from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, find_place
@@ -40,38 +40,24 @@ class MoELayerSettings(LayerSettings):
     rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
     steps: int = setting(3, "Timed passes per turn.", type=COUNT)
 
-    def ways(self) -> list[Way]:
-        """The candidates, the baseline second. Raises UserError for a layer that cannot be."""
-        einsum = self.way("einsum", self.experts, Mixture(eval_fraction=self.eval_fraction, dispatch="einsum"))
-        dropless = einsum.changed("sort, dropless", dispatch="sort", eval_fraction=0.0)
-        return [einsum, einsum.changed("sort", dispatch="sort"), dropless]
-
-
-def check(bench: Bench, ways: list[Way]) -> float:
-    """The gate: check the layer as it will be timed, if the one-hot tensors fit into memory, and with a single slot per
-    expert, which drops tokens. Returns the largest relative error. Raises WrongResultError."""
-    einsum, sort, dropless = ways
-    errors = [bench.check(sort, bench.tokens), bench.check(dropless)]
-    # As many tokens as the gate looks at with the slots of `einsum`; a share of 1 / tokens is one slot.
-    few = bench.fewer(einsum)
-    errors.append(bench.check(sort.changed("sort, one slot", eval_fraction=1 / few), few))
-    return max(errors)
+    def sort(self) -> Way:
+        """The sorted layer. Raises UserError for one that cannot be."""
+        return self.way("sort", self.experts, Mixture(eval_fraction=self.eval_fraction))
 
 
 def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
-    """The candidates, after the gate. Raises UserError, and WrongResultError for one that computes something else."""
-    ways = settings.ways()
-    if reason := ways[0].too_large(settings.tokens, group):
-        raise UserError(f"{reason}: choose fewer experts, tokens or slots")
-    bench = Bench(ways[1].config, 0.0, group)
-    error = check(bench, ways)
-    if group.rank() == 0:
-        print(f"gate: sort is einsum within {error:.1e}")
-    about |= {"eval_fraction": settings.eval_fraction, "link": ""}
-    candidates = [Candidate(bench, way, about) for way in ways]
-    for each in candidates:
-        each.baseline = candidates[1]
-    return candidates
+    """The candidates, after the gate, which also looks at a single slot per expert: that drops tokens. Raises UserError
+    if the one-hot tensors do not fit, and WrongResultError for a layer that computes something else."""
+    sort, about = settings.sort(), about | {"eval_fraction": settings.eval_fraction, "link": ""}
+    bench = Bench(sort.config, 0.0, group)
+    found = cell(bench, sort, about)
+    if len(found) < 2:
+        raise UserError(f"{sort.too_large(settings.tokens, group)}: choose fewer experts, tokens or slots")
+    few = bench.fewer(sort)  # a share of 1 / few is one slot
+    bench.check(sort.changed("sort, one slot", eval_fraction=1 / few), few)
+    dropless = sort.changed("sort, dropless", eval_fraction=0.0)
+    bench.check(dropless)
+    return [*found, Candidate(bench, dropless, about, found[1])]
 
 
 def tell(records: list[Record]) -> None:
@@ -103,7 +89,7 @@ def main(**options: Any) -> None:
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     here = find_place()
-    settings.ways()
+    settings.sort()
     nproc = settings.nproc if here.world_size > 1 else settings.nproc or 2
     check_ranks(settings.experts, here.world_size if here.world_size > 1 else nproc or 1)
     if here.rank == 0:

@@ -18,12 +18,12 @@ import click
 from benchmarks.expert_tables import show, sweep
 from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way, check_ranks
 from benchmarks.lib.expert_picture import draw
-from benchmarks.lib.expert_turns import Candidate, measure
+from benchmarks.lib.expert_turns import Candidate, cell, measure
 from benchmarks.lib.options import COUNT
-from benchmarks.records import Record, append_record, every_record, open_records, read_records, require_written
+from benchmarks.records import Record, append_record, every_record, open_records, require_written
 from cs336_systems.comm import CommError, Group, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
-from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, check_path, save
+from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -31,7 +31,6 @@ from cs336_systems.host.text import printable
 from cs336_systems.presets import Mixture
 
 SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 1, "steps": 1}
-ONE_HOT_LIMIT = 1e9  # bytes of a one-hot tensor, above which only the sort is timed
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class MoESweepSettings(LayerSettings):
         (), "Ranks to start, without torchrun; may be repeated.  [default: 1, then 2, then 4]", type=COUNT
     )
     skew: float = setting(0.5, "Preference of tokens for the same experts; 0: little.", type=click.FloatRange(0, 100))
-    plot: Path | None = setting(None, "File for the picture.  [default: beside the records]")
-    from_records: bool = setting(False, "Measure nothing; show and draw the newest records.")
 
     def cell(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell of the grid. Raises UserError for one that cannot be."""
@@ -89,18 +86,12 @@ def parse_capacity(text: str) -> tuple[Mixture, bool]:
 def enter(settings: MoESweepSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
     """All cells of the grid for these ranks, seen by the gate, sorted and, where tensors are not too large, one-hot.
     Every rank decides alike. Raises WrongResultError for a cell whose two layers differ."""
-    found, tokens = [], settings.tokens
-    count = len(settings.experts) * len(settings.capacity)
+    found, count = list[Candidate](), len(settings.experts) * len(settings.capacity)
     with console.progress(f"{group.size()} rank(s), gate", count, quiet=group.rank() > 0) as advance:
         for experts in settings.experts:
             bench = Bench(settings.cell(experts, "dropless").config, settings.skew, group)
             for capacity in settings.capacity:
-                way, what = settings.cell(experts, capacity), about | {"capacity": capacity}
-                sort, one_hot = Candidate(bench, way, what), way.changed("einsum", dispatch="einsum")
-                sort.baseline = sort
-                fits = one_hot.one_hot_bytes(tokens) <= ONE_HOT_LIMIT and not one_hot.too_large(tokens, group)
-                bench.check(way, tokens if fits else None)
-                found += [Candidate(bench, one_hot, what, sort)] * fits + [sort]
+                found += cell(bench, settings.cell(experts, capacity), about | {"capacity": capacity})
                 advance(f"{experts} experts, {capacity}")
     return found
 
@@ -110,16 +101,6 @@ def work(place: Place, settings: MoESweepSettings, path: Path) -> None:
     for record in measure(place, "moe_sweep", settings, partial(enter, settings)):
         append_record(record, path)
     require_written(path)
-
-
-def newest(records: list[Record]) -> list[Record]:
-    """The records that differ from the last one in nothing but the grid."""
-    grid = ("candidate", "experts", "slots", "capacity", "ranks")
-
-    def rest(record: Record) -> dict[str, Any]:
-        return {name: value for name, value in record.config.items() if name not in grid}
-
-    return [record for record in records if rest(record) == rest(records[-1])]
 
 
 def measured(settings: MoESweepSettings, here: Place, folder: Path) -> list[Record]:
@@ -143,27 +124,18 @@ def measured(settings: MoESweepSettings, here: Place, folder: Path) -> list[Reco
 
 
 def run(settings: MoESweepSettings) -> None:
-    """Measure or read, print, and draw. Raises UserError for what cannot be done."""
+    """Measure, print, and draw. Raises UserError for what cannot be done."""
     here, folder = find_place(), settings.records_folder(DEVICE)
-    path = folder / "moe_sweep.jsonl"
-    if settings.plot:
-        check_path(settings.plot, "--plot")
     if settings.smoke:
         with TemporaryDirectory(prefix="moe-sweep-") as scratch:
-            records = measured(settings, here, Path(scratch))
-    elif not settings.from_records:
-        if records := measured(settings, here, folder):
-            print(printable(f"{len(records)} records appended to {path}"))
-    elif not can_plot():
-        raise UserError(HOW_TO_PLOT)
-    elif not path.exists():
-        raise UserError(f"no records in {path}: measure first, or name their folder with --results")
-    else:
-        records = newest(read_records(path))
-        show(sweep(records), records)
-    if records and (settings.plot or not settings.smoke):
-        picture = settings.plot or path.with_suffix(".svg")
-        print(printable(f"plot in {save(draw(records), picture, '--plot')}") if can_plot() else HOW_TO_PLOT)
+            measured(settings, here, Path(scratch))
+    elif records := measured(settings, here, folder):
+        print(printable(f"{len(records)} records appended to {folder / 'moe_sweep.jsonl'}"))
+        print(
+            printable(f"plot in {save(draw(records), folder / 'moe_sweep.svg', '--results')}")
+            if can_plot()
+            else HOW_TO_PLOT
+        )
 
 
 @click.command()

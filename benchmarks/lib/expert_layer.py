@@ -29,6 +29,7 @@ EXPERT_LAUNCHES = 63  # operators of a sorted layer: router, sort, gather, exper
 # is compared to, the others are made on the way to them), writes or reads twelve, going through `one_hot.py` line by
 # line, and makes so many, one after another, which a CPU gives new memory each time; booleans are a quarter.
 ONE_HOT_TENSORS, ONE_HOT_PASSES, ONE_HOT_MADE = 4, 12, 5.25
+ONE_HOT_LIMIT = 1e9  # bytes of such a tensor, above which only the sort is timed
 GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
 STAGES = 16  # roundings that follow one another in an output: the weights of choices, two layers, GELU, the sum
 
@@ -98,11 +99,15 @@ class Way:
         return {"rows": rows, "all_to_all_bytes": sent, "flops": flops, "mean_ms": 1e3 * seconds}
 
     def too_large(self, tokens: int, group: Group) -> str:
-        """Reason why the one-hot tensors do not fit, the same on every rank; empty if they do."""
-        need, have = ONE_HOT_TENSORS * self.one_hot_bytes(tokens), room(group, DEVICE)
+        """Reason why one-hot tensors for these slots are too large, the same on every rank; empty if they are not."""
+        nbytes, have = self.one_hot_bytes(tokens), room(group, DEVICE)
+        need = ONE_HOT_TENSORS * nbytes
+        shape = f"{tokens} tokens x {self.config.num_experts} experts x {self.slots(tokens)} slots"
+        if nbytes > ONE_HOT_LIMIT:
+            return f"a one-hot tensor of {shape} has {format_bytes(nbytes)}, more than {format_bytes(ONE_HOT_LIMIT)}"
         return (need > have) * (
-            f"one-hot tensors of {tokens} tokens x {self.config.num_experts} experts x {self.slots(tokens)} slots need "
-            f"{format_bytes(need)} on each of {group.size()} ranks, where {format_bytes(have)} are usable"
+            f"one-hot tensors of {shape} need {format_bytes(need)} on each of {group.size()} ranks, where "
+            f"{format_bytes(have)} are usable"
         )
 
 

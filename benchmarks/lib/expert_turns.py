@@ -100,6 +100,17 @@ class Candidate:
         return Record(benchmark, what | self.about, stamp, samples, metrics, predicted, noise(metrics))
 
 
+def cell(bench: Bench, way: Way, about: dict[str, Any]) -> list[Candidate]:
+    """A sorted layer that the gate has seen, after its one-hot twin where the tensors of that are not too large. Every
+    rank decides alike. Raises WrongResultError if the two differ."""
+    tokens, one_hot = bench.tokens, way.changed("einsum", dispatch="einsum")
+    sort = Candidate(bench, way, about)
+    sort.baseline = sort
+    fits = not one_hot.too_large(tokens, bench.group)
+    bench.check(way, tokens if fits else None)
+    return [Candidate(bench, one_hot, about, sort)] * fits + [sort]
+
+
 def measure(
     place: Place, benchmark: str, settings: LayerSettings, enter: Callable[[Group, dict[str, Any]], list[Candidate]]
 ) -> list[Record]:

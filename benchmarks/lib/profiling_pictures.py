@@ -45,20 +45,16 @@ def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
         rows = op_rows(trace, sort, phase=phase)
         most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
         operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
+    plain: dict[str, list[Any]] = {
+        "kernels": kernel_rows(trace, limit), "collectives": collective_rows(trace)[:limit], "parts": part_rows(trace),
+        "modules": module_rows(trace, limit), "attention": attention_rows(trace),
+    }  # fmt: skip
     return {
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "steps": trace.ours.get("steps"),
-        "clock": sort,
-        "operators": operators,
-        "kernels": [asdict(row) for row in kernel_rows(trace, limit)],
-        "collectives": [asdict(row) for row in collective_rows(trace)[:limit]],
-        "parts": [asdict(row) for row in part_rows(trace)],
-        "modules": [asdict(row) for row in module_rows(trace, limit)],
+        "rank": trace.rank, "world_size": trace.world_size, "steps": trace.ours.get("steps"), "clock": sort,
+        "operators": operators, "phases": phase_times(trace),
         "shares": [asdict(row) | {"total": row.total, "of_step": row.share} for row in share_rows(trace)],
-        "attention": [asdict(row) for row in attention_rows(trace)],
-        "phases": phase_times(trace),
-    }
+        **{name: [asdict(row) for row in rows] for name, rows in plain.items()},
+    }  # fmt: skip
 
 
 def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, results: Path) -> str:

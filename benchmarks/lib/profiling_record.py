@@ -18,13 +18,15 @@ from cs336_systems.profiling.breakdown import share_rows
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.overlap import overlaps
+from cs336_systems.profiling.tables import phase_times
 from cs336_systems.profiling.trace import Trace
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 AFTER_BACKWARD = ("naive", "flat")  # wrappers that hide nothing
 UNBUCKETED = ("naive", "overlapped")  # wrappers without a buffer of more than one gradient
 ZERO_BUCKET = 25 * 10**6  # bytes of a bucket in stages 1 and 2
-USUAL = {"warmup": 2, "steps": 2, "stack": False, "nvtx": False}  # options that a record names where they differ
+BUCKET_SIZE_MB = 1.0  # of the bucketed wrapper
+USUAL = {"warmup": 2, "steps": 2, "nvtx": False}  # options that a record names where they differ
 
 
 def step_times(trace: Trace) -> list[float]:
@@ -32,21 +34,16 @@ def step_times(trace: Trace) -> list[float]:
     return [step.duration / 1e6 for step in trace.named(r"step \d+$")]
 
 
-def phase_times(trace: Trace) -> dict[str, float]:
-    """Mean milliseconds of each phase over the profiled steps."""
-    steps = max(1, len(step_times(trace)))
-    return {f"{phase}_ms": sum(s.duration for s in trace.named(f"{phase}$")) / 1e6 / steps for phase in PHASES}
-
-
 def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     """Metrics from the traces: rank 0's where all ranks are alike, and every rank's where they differ."""
     first = traces[0]
-    metrics: dict[str, Any] = summarise(step_times(first)) | phase_times(first)
+    steps, phases = len(step_times(first)), phase_times(first)
+    metrics: dict[str, Any] = summarise(step_times(first))
+    metrics |= {f"{phase}_ms": phases[phase] / 1e6 / steps for phase in PHASES}
     metrics["peak_memory_bytes"] = max(memory_timeline(trace).peak for trace in traces)
     for row in share_rows(first):
         name = row.name.replace(" ", "_")
         metrics |= {f"share_{name}": row.share, f"share_{name}_of_forward": row.of_forward}
-    steps = len(step_times(first))
     if len(traces) > 1:
         found = overlaps(traces)
         metrics["overlap"] = [each.share for each in found]
@@ -84,11 +81,8 @@ def predicted(
     What communication adds to a step of zero3 or torch-ddp is not predicted, and so neither is the step; nor what
     torch-ddp holds.
     """
-
-    def seconds(mode: Mode) -> dict[str, float]:
-        return predict(case.passes.of(mode), hardware)
-
-    forward, backward, step = (seconds(mode) for mode in ("forward", "backward", "step"))
+    modes: tuple[Mode, ...] = ("forward", "backward", "step")
+    forward, backward, step = (predict(case.passes.of(mode), hardware) for mode in modes)
     if wrapper.startswith("zero"):
         step["optimizer"] /= ranks
     parts = {"forward_ms": forward, "backward_ms": backward, "mean_ms": step}
@@ -115,16 +109,12 @@ def predicted(
 
 
 def make_record(
-    options: Mapping[str, Any],
-    wrapper: str,
-    case: Case,
-    traces: Sequence[Trace],
-    beside: dict[str, Any],
+    options: Mapping[str, Any], wrapper: str, case: Case, traces: Sequence[Trace], beside: dict[str, Any],
     stamp: dict[str, Any],
-) -> Record:
+) -> Record:  # fmt: skip
     """The record of one profile; `options` are the command's by name, `beside` is what was predicted."""
     config = {"size": options["size"], "year": options["year"], "wrapper": wrapper, "ranks": len(traces)}
-    config |= {"bucket_size_mb": options["bucket_size_mb"]} if wrapper == "bucketed" else {}
+    config |= {"bucket_size_mb": BUCKET_SIZE_MB} if wrapper == "bucketed" else {}
     config |= {name: options[name] for name, usual in USUAL.items() if options[name] != usual}
     config |= model_config(case)
     metrics = measured(traces)

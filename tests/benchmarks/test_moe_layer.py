@@ -9,7 +9,7 @@ import torch
 from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, expert_turns, options
-from benchmarks.lib.expert_layer import Bench, build_layer
+from benchmarks.lib.expert_layer import Bench, Way, build_layer
 from benchmarks.lib.expert_turns import Candidate
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
@@ -32,6 +32,12 @@ class Alone:
 
     def rank(self) -> int:
         return 0
+
+
+def ways(**settings) -> list[Way]:
+    """The three that take turns."""
+    sort = moe_layer.MoELayerSettings(**settings).sort()
+    return [sort.changed("einsum", dispatch="einsum"), sort, sort.changed("sort, dropless", eval_fraction=0.0)]
 
 
 def measured_case(rank: int, world: int, folder: str, results: str) -> None:
@@ -60,7 +66,7 @@ def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
     assert records[1].metrics["ratio_median"] == records[1].metrics["bytes_ratio"] == 1
 
 
-def sees(bench: Bench, ways: list, wrong: str) -> str | None:
+def sees(settings: moe_layer.MoELayerSettings, group, wrong: str) -> str | None:
     """The gate's findings on a layer whose sort is wrong in one way."""
     right = MoELayer.by_sort
 
@@ -72,9 +78,9 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
         y, balance = right(self, x, logits, mixture, capacity, *rest)
         return (y * (torch.arange(len(y)) > 0)[:, None] if wrong == "a token lost" else y), balance
 
-    MoELayer.by_sort = by_sort if bench.group.rank() == 0 else right
+    MoELayer.by_sort = by_sort if group.rank() == 0 else right
     try:
-        moe_layer.check(bench, ways)
+        moe_layer.enter(settings, group, {})
     except WrongResultError as refused:
         return str(refused)
     finally:
@@ -85,11 +91,10 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
 def gate_case(group) -> dict:
     """What the gate says of each wrong layer, of which only rank 0's is."""
     plenty = moe_layer.MoELayerSettings(**TINY)
-    narrow = replace(plenty, eval_fraction=0.25).ways()
-    bench = Bench(narrow[1].config, 0.5, group)
-    found = {name: sees(bench, narrow, name) for name in ("right", "a token lost", "one slot less")}
+    narrow = replace(plenty, eval_fraction=0.25)
+    found = {name: sees(narrow, group, name) for name in ("right", "a token lost", "one slot less")}
     # Where what is timed drops nothing, only the gate's layer with a single slot can tell.
-    return found | {"capacity ignored": sees(bench, plenty.ways(), "capacity ignored")}
+    return found | {"capacity ignored": sees(plenty, group, "capacity ignored")}
 
 
 def test_the_gate_sees_wrong_layers_on_all_ranks():
@@ -101,7 +106,7 @@ def test_the_gate_sees_wrong_layers_on_all_ranks():
 
 
 def test_experts_have_the_same_weights_on_any_number_of_ranks():
-    config = moe_layer.MoELayerSettings(**TINY).ways()[0].config
+    config = moe_layer.MoELayerSettings(**TINY).sort().config
     whole = build_layer(config, Alone()).state_dict()
     assert whole["experts.up.bias"].abs().min() > 0
 
@@ -119,7 +124,7 @@ def test_experts_have_the_same_weights_on_any_number_of_ranks():
 
 
 def test_the_published_layer_is_padded_twelve_times():
-    einsum, sort, dropless = moe_layer.MoELayerSettings().ways()
+    einsum, sort, dropless = ways()
     said = {way.name: way.predict(2048, 2, IDEAL) for way in (einsum, sort, dropless)}
     assert einsum.slots(2048) == 103
     assert said["einsum"]["all_to_all_bytes"] == 512 * 103 * 64 * 4
@@ -134,9 +139,9 @@ def test_the_published_layer_is_padded_twelve_times():
 
 def candidates() -> list[Candidate]:
     """The candidates of one rank, with nothing measured."""
-    ways = moe_layer.MoELayerSettings(**TINY).ways()
-    bench = Bench(ways[1].config, 0.0, Alone())
-    found = [Candidate(bench, way, {"link": "a string"}) for way in ways]
+    every = ways(**TINY)
+    bench = Bench(every[1].config, 0.0, Alone())
+    found = [Candidate(bench, way, {"link": "a string"}) for way in every]
     for each in found:
         each.baseline = found[1]
         each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
@@ -158,7 +163,7 @@ def test_ratios_are_of_pairs_in_one_round():
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
-    einsum = moe_layer.MoELayerSettings().ways()[0]
+    einsum = ways()[0]
     monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
     assert einsum.too_large(2048, Alone()) == (
         "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
@@ -166,6 +171,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     )
     monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**31)
     assert einsum.too_large(2048, Alone()) == ""
+    assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Alone())
 
 
 @pytest.mark.parametrize(
