@@ -14,21 +14,27 @@ from typing import Any
 
 import click
 
-from benchmarks.checkpoint_tables import sheets
 from benchmarks.harness import interleave, noise, ratios, summarise
 from benchmarks.lib.checkpoint_candidates import Bench, Candidate, ours, predict, theirs
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.sheets import show
+from benchmarks.lib.sheets import MARK, day, groups, machine, median, show
 from benchmarks.parallel_run import ParallelSettings, start
-from benchmarks.rank_times import gather_times
+from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
-from cs336_systems.comm import Place, agree, all_reduce, backend_of, distributed
+from cs336_systems.comm import Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.host import console
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.table import Table
 from cs336_systems.train.__main__ import require_fit
 from cs336_systems.train.recipe import Recipe
+
+HEADS = ("candidate", "time", "predicted", "bytes/s", "/ DCP's", "quartiles")
+NOTE = (
+    "In the background: how long training stands still. Loads are from the page cache; ours compares every SHA-256. "
+    "`torch.save` does not wait for the disk. The ratios are of pairs of turns: ours, and torch's, over DCP's."
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, l
     """Milliseconds of the slowest rank by candidate; they take turns."""
 
     def once(candidate: Candidate) -> float:
-        all_reduce(bench.token, bench.group, "line up").wait()
+        line_up(bench.group, bench.device)
         milliseconds = bench.seconds(candidate.run) * 1e3
         candidate.after()
         return milliseconds
@@ -81,6 +87,30 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
         expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
         records.append(Record("checkpoints", what, stamp, samples[name], metrics, expected, noise(metrics)))
     return records
+
+
+def title(record: Record) -> str:
+    """The state that is saved, and the machine."""
+    config, size = record.config, format_bytes(record.metrics["bytes"])
+    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {machine(record)}"
+
+
+def row(record: Record) -> list[str]:
+    """One candidate."""
+    metrics = record.metrics
+    predicted = format_seconds(record.predicted["mean_ms"] / 1e3) if record.predicted else ""
+    speed = f"{format_bytes(metrics['bytes'] / metrics['median_ms'] * 1e3)}/s"
+    quartiles = f"{metrics['ratio_low']:.2f} to {metrics['ratio_high']:.2f}"
+    return [record.config["candidate"], median(record), predicted, speed, f"{metrics['ratio_median']:.2f}", quartiles]
+
+
+def sheets(records: list[Record]) -> list[Table]:
+    """A table for each size, number of ranks and machine, with all candidates."""
+    found = []
+    for group in groups(records, title):
+        noisy = f"\n{MARK}" if any(record.flags for record in group) else ""
+        found.append(Table(f"{title(group[0])}, {day(group)}", HEADS, [row(record) for record in group], NOTE + noisy))
+    return found
 
 
 def work(place: Place, settings: CheckpointSettings) -> None:

@@ -16,9 +16,10 @@ import torch
 
 from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls, make_record, ratios
+from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls, make_record
 from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
 from benchmarks.lib.options import RankOptions
+from benchmarks.rank_times import line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
@@ -36,22 +37,9 @@ from cs336_systems.train.options import COUNT, NATURAL, ExpertOptions
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What makes a smoke run short, in place of what was said.
-SMOKE: dict[str, Any] = {
-    "d_model": 16,
-    "num_heads": 2,
-    "vocab_size": 256,
-    "context": 32,
-    "batches": 1,
-    "num_experts": 8,
-}
+SMOKE: dict[str, Any] = {"d_model": 16, "vocab_size": 256, "context": 32, "batches": 1, "num_experts": 8}
 KEPT = 0.1  # of the text, at its end, is what is evaluated
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
-RATIOS = {
-    "cpu_per_layer": "CPU time of an expert layer",
-    "cpu_per_batch": "CPU time of a batch",
-    "seconds": "wall time",
-    "bytes_per_all_to_all": "bytes of an all-to-all",
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,6 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
 
     size: str = setting("fairseq-moe-twin", "Model preset.")
     d_model: int | None = setting(None, "Width; the MLP's hidden width is 4 times it.", type=COUNT)
-    num_heads: int | None = setting(None, "Attention heads.", type=COUNT)
     num_layers: int | None = setting(None, "Number of layers.", type=COUNT)
     vocab_size: int | None = setting(None, "Vocabulary size; 256 at least, because text is bytes.", type=COUNT)
     context: int | None = setting(None, "Tokens in a block.  [default: the preset's]", type=COUNT)
@@ -89,7 +76,6 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
             d_model=self.d_model,
             d_ff=4 * self.d_model if self.d_model else None,
             num_layers=self.num_layers,
-            num_heads=self.num_heads,
             dropout=0.0,
         )
         if not shape.causal:
@@ -127,10 +113,6 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
         check_length(kept, config.context_length)
         return Blocks(kept.tokens, config.context_length, kept.name)
 
-    def count(self, blocks: Blocks, data: int) -> int:
-        """Batches of each of `data` ranks."""
-        return min(self.batches, blocks.batches(data, self.batch_size))
-
 
 def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
     """Results of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
@@ -142,7 +124,7 @@ def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: b
     with console.progress("batches", batches * len(variants), quiet=quiet) as advance:
         for number in range(batches):
             for tally in tallies:
-                scorer.line_up()
+                line_up(scorer.mesh.world, scorer.device)
                 scorer.take(number, tally, settings.words)
                 advance(tally.dispatch)
     return [scorer.share(tally) for tally in tallies]
@@ -169,7 +151,7 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
         rows, dtype = settings.batch_size, DTYPES[settings.precision]
         scorer = Scorer(config, blocks, mesh, device, dtype, rows, free)
-        batches = settings.count(blocks, mesh.data.size())
+        batches = min(settings.batches, blocks.batches(mesh.data.size(), rows))
         outcomes = take_turns(scorer, settings, batches, quiet)
         every = profile(scorer, settings, min(batches, PROFILED), quiet)
         agree("the traces are written", "", group)
@@ -184,8 +166,6 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         for outcome, ranks in zip(outcomes, every, strict=True):
             chosen["in_turn_with"] = [each for each in settings.variants() if each != outcome.dispatch]
             records.append(make_record(scorer, outcome, ranks, chosen, dtype.itemsize, stamp))
-        if len(outcomes) > 1:
-            records[1].metrics["ratios"] = ratios(*(each.metrics for each in outcomes))
         report(settings, scorer, outcomes, records)
     recorder = settings.recorder("moe_eval", device)
     recorder.keep(*records)
@@ -205,10 +185,13 @@ def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], r
         f"({scorer.mesh or 'one process'})"
     )
     for outcome in outcomes:
-        print("\n".join(score_lines(outcome, settings.words)))
+        print(f"{outcome.dispatch}: {score(outcome.metrics)}")
     show(evaluations(records), records)
     if len(records) > 1:
-        named = (f"{RATIOS[name]} {value:.1f} x" for name, value in records[1].metrics["ratios"].items())
+        einsum, sort = records[0].metrics, records[1].metrics
+        times = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
+        times |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
+        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in times.items() if sort[key])
         print("einsum over sort: " + ", ".join(named))
     for record in records:
         if record.config["moe"] == "einsum":
@@ -221,22 +204,20 @@ def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], r
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
 
 
-def score_lines(outcome: Outcome, words: str) -> list[str]:
+def score(found: dict[str, Any]) -> str:
     """Loss, perplexity and speed, as eval_lm logs them, and how evenly the router chose."""
-    found = outcome.metrics
-    speed, without = found["tokens_per_s"], found["tokens_per_s_without_words"]
-    lines = [
-        f"evaluated {found['tokens']:,} tokens in {format_seconds(found['tokens'] / speed)} "
-        f"({speed:,.0f} tokens/s; {without:,.0f} without reading words ({words}))",
-        f"loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}",
-    ]
-    if "dropped" in found:
-        lines.append(
-            f"{found['dropped']:.2%} of all choices dropped ({found['dropped_first']:.2%} of first ones); the most "
-            f"loaded fifth of the experts has {found['most_loaded_share']:.1%} of the choices, the least "
-            f"{found['least_loaded_share']:.1%}; {found['unused_experts']:.1f} experts of a layer unused"
-        )
-    return [f"{outcome.dispatch}: {line}" for line in lines]
+    line = (
+        f"loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; {found['tokens']:,} tokens in "
+        f"{format_seconds(found['tokens'] / found['tokens_per_s'])}, without reading words "
+        f"{format_seconds(found['tokens'] / found['tokens_per_s_without_words'])}"
+    )
+    if "dropped" not in found:
+        return line
+    return line + (
+        f"; {found['dropped']:.2%} of all choices dropped ({found['dropped_first']:.2%} of first ones); the most "
+        f"loaded fifth of the experts has {found['most_loaded_share']:.1%} of the choices, the least "
+        f"{found['least_loaded_share']:.1%}; {found['unused_experts']:.1f} experts of a layer unused"
+    )
 
 
 def compared(record: Record) -> str:

@@ -20,8 +20,14 @@ from benchmarks.gate import check as check_model
 from benchmarks.lib.model_options import ModelOptions
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.lib.profiling_pictures import leave_pictures, memory_snapshot
-from benchmarks.lib.profiling_record import BUCKET_SIZE_MB, beside_measured, make_record, predicted
+from benchmarks.lib.profiling_record import (
+    BUCKET_SIZE_MB,
+    beside_measured,
+    leave_pictures,
+    make_record,
+    memory_snapshot,
+    predicted,
+)
 from benchmarks.lib.turns import ADAMW, check
 from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_stat
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError
+from benchmarks.rank_times import now
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save
 from cs336_systems.comm import Group, agree
@@ -50,7 +50,6 @@ class Bench:
         self.trainer = Trainer(recipe)
         self.trainer.step(0)
         self.state = RunState(self.trainer)
-        self.token = torch.zeros(1, device=device)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
         self.number = 0
 
@@ -65,11 +64,9 @@ class Bench:
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Seconds that a function takes on this rank, including its device's work."""
-        begin = time.perf_counter()
+        begin = now(self.device)
         run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begin
+        return now(self.device) - begin
 
     @torch.no_grad()
     def check(self, name: str, save_it: Callable[[], object], load_it: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from benchmarks.harness import noise
 from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, TAGS, WITH, WITHOUT, tagged
 from benchmarks.lib.expert_scores import How, Outcome, Scorer
 from benchmarks.lib.scaling_record import affinity
+from benchmarks.rank_times import line_up
 from benchmarks.records import Record
 from cs336_systems.comm import agree
 from cs336_systems.cost import experts as cost
@@ -84,7 +85,7 @@ def count_calls(
     tally, world, device = scorer.new_tally(dispatch), scorer.mesh.world, scorer.device
 
     def score() -> None:
-        scorer.line_up()
+        line_up(world, device)
         with tagged(scorer.model), record_function(RUN):
             for number in range(batches):
                 with record_function(f"step {number}"), record_function("forward"):
@@ -126,21 +127,6 @@ def spread(counts: Sequence[int]) -> str:
     return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
 
 
-def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width: int) -> float:
-    """Bytes that the cost model predicts for an all-to-all that carries tokens, with a balanced router."""
-    config = replace(config, mixture=replace(config.mixture, dispatch=dispatch))
-    return cost.row_bytes(config, cost.computed_rows(config, tokens, training=False), width)
-
-
-def ratios(base: dict[str, Any], mine: dict[str, Any]) -> dict[str, float]:
-    """Cost of the first formulation over that of the second, by their metrics from the same turns."""
-    found = {"cpu_per_layer": base["cpu_ms_per_layer"] / max(mine["cpu_ms_per_layer"], 1e-6)}
-    found |= {"cpu_per_batch": base["cpu_ms_per_batch"] / mine["cpu_ms_per_batch"]}
-    found |= {"seconds": mine["tokens_per_s_without_words"] / base["tokens_per_s_without_words"]}
-    sent = base["bytes_per_all_to_all"], mine["bytes_per_all_to_all"]
-    return found | ({"bytes_per_all_to_all": sent[0] / sent[1]} if sent[0] and sent[1] else {})
-
-
 def make_record(
     scorer: Scorer, outcome: Outcome, ranks: list[Calls], chosen: dict[str, Any], width: int, stamp: dict[str, Any]
 ) -> Record:
@@ -162,8 +148,9 @@ def make_record(
     }
     predicted: dict[str, Any] = {}
     if config.num_experts and sizes["ep"] > 1:
-        tokens = scorer.rows * scorer.blocks.context
-        predicted["bytes_per_all_to_all"] = predicted_bytes(config, outcome.dispatch, tokens, width)
+        config = replace(config, mixture=replace(mixture, dispatch=outcome.dispatch))
+        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
+        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, width)
     flags = noise(metrics)
     if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
         flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness import WrongResultError, summarise
 from benchmarks.lib.expert_model import build, surround, use
+from benchmarks.rank_times import now
 from cs336_systems.comm import Mesh, agree, all_reduce, record
 from cs336_systems.data.corpus import IGNORED, Batch
 from cs336_systems.presets import Dispatch, ModelConfig
@@ -157,11 +158,11 @@ class Scorer:
         """Score a batch in the tally's formulation, and read its words."""
         use(self.model, self.experts, tally.dispatch)
         self.layers_cpu = 0.0
-        cpu, begun = time.process_time(), self.now()
+        cpu, begun = time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)
         sums = log_probs.sum(1)
-        scored, cpu = self.now(), time.process_time() - cpu
+        scored, cpu = now(self.device), time.process_time() - cpu
         for event in events:
             entry = tally.collectives.setdefault(f"{event.verb}{SEPARATOR}{event.label}", [0, 0])
             entry[:] = entry[0] + 1, entry[1] + event.nbytes
@@ -172,21 +173,11 @@ class Scorer:
             for layer, load in enumerate(loads):
                 tally.wanted[layer] += load.wanted
                 tally.kept[layer] += load.kept
-        reading = self.now()
+        reading = now(self.device)
         tally.words += READERS[how](targets, log_probs, known.targets)
-        tally.laps.append((scored - begun, self.now() - reading, cpu, self.layers_cpu))
+        tally.laps.append((scored - begun, now(self.device) - reading, cpu, self.layers_cpu))
         tally.blocks |= dict(zip(known.rows.tolist(), sums.tolist(), strict=True))
         tally.blocks.pop(NO_BLOCK, None)
-
-    def now(self) -> float:
-        """Seconds on the clock, after the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def line_up(self) -> None:
-        """Let the ranks start as one."""
-        all_reduce(torch.zeros(1, device=self.device), self.mesh.world, "line up").wait()
 
     def share(self, tally: Tally) -> Outcome:
         """Combine the results of all ranks, the same on each. Every rank must call this. Raises WrongResultError for a

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.lib.expert_layer import DEVICE, ITEM, Bench, LayerSettings, Way
-from benchmarks.rank_times import gather_times
+from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
-from cs336_systems.comm import Group, Place, all_reduce, distributed, record
+from cs336_systems.comm import Group, Place, distributed, record
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.probe import probe
 from cs336_systems.host import console
@@ -52,7 +52,7 @@ class Candidate:
 
     def turn(self, steps: int) -> None:
         """Time some passes, which a small all-reduce lets all ranks start as one."""
-        all_reduce(torch.zeros(1), self.bench.group, "line up").wait()
+        line_up(self.bench.group, DEVICE)
         start = clocks()
         for _ in range(steps):
             self.bench.run(self.way)

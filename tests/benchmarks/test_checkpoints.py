@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from benchmarks import checkpoints
-from benchmarks.checkpoint_tables import sheets
 from benchmarks.lib import checkpoint_candidates as rivals
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
@@ -39,7 +38,7 @@ def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
         assert record.metrics["bytes"] == 12 * parameters, "a weight and two moments"
         assert bool(record.predicted) == (name in (rivals.OURS, rivals.BACKGROUND, rivals.LOAD))
     assert records[rivals.DCP_SAVE].metrics["ratio_median"] == records[rivals.DCP_LOAD].metrics["ratio_median"] == 1.0
-    (table,) = pages(tmp_path, "checkpoints", sheets)
+    (table,) = pages(tmp_path, "checkpoints", checkpoints.sheets)
     assert table.count("\n| ") == 2 + 7  # the head and its line
 
 

@@ -102,7 +102,7 @@ def test_the_gate_sees_wrong_layers_on_all_ranks():
     assert first == second
     assert first.pop("right") is None
     for name, said in first.items():
-        assert "is off its reference by" in said, name
+        assert "is off its reference by" in (said or ""), name
 
 
 def test_experts_have_the_same_weights_on_any_number_of_ranks():

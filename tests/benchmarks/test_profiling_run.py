@@ -8,15 +8,19 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import profiling_run
-from benchmarks.lib.profiling_pictures import (
+from benchmarks.lib.profiling_record import (
     PICTURES,
     TABLES,
+    USUAL,
+    beside_measured,
     folder_name,
     leave_pictures,
+    make_record,
     picture_beside,
+    predicted,
+    predicted_peak,
     tables_beside,
-)
-from benchmarks.lib.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
+)  # fmt: skip
 from benchmarks.profiling_run import ProfilingSettings
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Event, Place
