@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from benchmarks.expert_tables import layers, show
-from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way, check_ranks
-from benchmarks.lib.expert_turns import Candidate, cell, measure
+from benchmarks.lib.expert_layer import Bench, LayerSettings, Way
+from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
 from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
-from cs336_systems.comm import Group, Place, find_place
-from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.comm import Group
+from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -72,15 +72,6 @@ def tell(records: list[Record]) -> None:
     console.console().print(words)
 
 
-def work(place: Place, settings: MoELayerSettings) -> None:
-    """One rank's part."""
-    if records := measure(place, "moe_layer", settings, partial(enter, settings)):
-        tell(records)
-        recorder = settings.recorder("moe_layer", DEVICE)
-        recorder.keep(*records)
-        recorder.tell()
-
-
 @click.command()
 @console.options(MoELayerSettings)
 def main(**options: Any) -> None:
@@ -88,13 +79,9 @@ def main(**options: Any) -> None:
     settings = MoELayerSettings(**options)
     if settings.smoke:
         settings = replace(settings, **SMOKE)
-    here = find_place()
     settings.sort()
-    nproc = settings.nproc if here.world_size > 1 else settings.nproc or 2
-    check_ranks(settings.experts, here.world_size if here.world_size > 1 else nproc or 1)
-    if here.rank == 0:
-        settings.recorder("moe_layer", DEVICE)
-    start_ranks(work, "cpu", nproc, settings)
+    counts = rank_counts([settings.nproc] if settings.nproc else [], [2], [settings.experts])
+    run(settings, "moe_layer", counts, partial(enter, settings), tell)
 
 
 if __name__ == "__main__":

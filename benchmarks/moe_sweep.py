@@ -9,20 +9,18 @@ get more work than others, as with real text.
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from itertools import product
 from typing import Any
 
 import click
 
 from benchmarks.expert_tables import show, sweep
-from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way, check_ranks
+from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way
 from benchmarks.lib.expert_picture import draw
-from benchmarks.lib.expert_turns import Candidate, cell, measure
+from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
 from benchmarks.lib.options import COUNT
-from benchmarks.records import Record, append_record, every_record, open_records, require_written
-from cs336_systems.comm import CommError, Group, Place, find_place
-from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
+from cs336_systems.comm import Group
+from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -51,21 +49,6 @@ class MoESweepSettings(LayerSettings):
     def cell(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell of the grid. Raises UserError for one that cannot be."""
         return self.way("sort", experts, *parse_capacity(capacity))
-
-    def ranks(self, here: Place) -> tuple[int, ...]:
-        """The numbers of ranks to measure. Raises UserError for ranks or layers that cannot be."""
-        if here.world_size > 1 and self.nproc:
-            raise UserError(
-                f"--nproc {self.nproc[0]} would start ranks, but {here.world_size} were started already: drop it"
-            )
-        started = self.nproc or ((1, 2) if self.smoke else (1, 2, 4))
-        found = (here.world_size,) if here.world_size > 1 else started
-        for experts in self.experts:
-            for count in found:
-                check_ranks(experts, count)
-            for capacity in self.capacity:
-                self.cell(experts, capacity)
-        return found
 
 
 def parse_capacity(text: str) -> tuple[Mixture, bool]:
@@ -96,54 +79,20 @@ def enter(settings: MoESweepSettings, group: Group, about: dict[str, Any]) -> li
     return found
 
 
-def work(place: Place, settings: MoESweepSettings, path: Path) -> None:
-    """One rank's part; rank 0 appends the records to a file. Raises UserError, and as `enter` does."""
-    for record in measure(place, "moe_sweep", settings, partial(enter, settings)):
-        append_record(record, path)
-    require_written(path)
-
-
-def measured(settings: MoESweepSettings, here: Place, folder: Path) -> list[Record]:
-    """Measure and print all cells on all numbers of ranks; the records, on rank 0 alone. Raises UserError for what
-    cannot be measured, before anything is; what was measured until an error is shown, too."""
-    counts, records, before, path = settings.ranks(here), list[Record](), 0, folder / "moe_sweep.jsonl"
-    if here.rank == 0:
-        before = len(every_record(open_records(folder, "moe_sweep")))
-    try:
-        if here.world_size > 1:
-            work(here, settings, path)
-        else:
-            for count in counts:
-                run_ranks(work, count, "cpu", settings, path)
-    except CommError as error:
-        raise UserError(str(error)) from None
-    finally:
-        if here.rank == 0 and (records := every_record(path)[before:]):
-            show(sweep(records), records)
-    return records
-
-
-def run(settings: MoESweepSettings) -> None:
-    """Measure, print, and draw. Raises UserError for what cannot be done."""
-    here, folder = find_place(), settings.records_folder(DEVICE)
-    if settings.smoke:
-        with TemporaryDirectory(prefix="moe-sweep-") as scratch:
-            measured(settings, here, Path(scratch))
-    elif records := measured(settings, here, folder):
-        print(printable(f"{len(records)} records appended to {folder / 'moe_sweep.jsonl'}"))
-        print(
-            printable(f"plot in {save(draw(records), folder / 'moe_sweep.svg', '--results')}")
-            if can_plot()
-            else HOW_TO_PLOT
-        )
-
-
 @click.command()
 @console.options(MoESweepSettings)
 def main(**options: Any) -> None:
     """Time and plot expert layers over experts, capacities and ranks, with dispatch by sort and by one-hot tensors."""
     settings = MoESweepSettings(**options)
-    run(replace(settings, **SMOKE) if settings.smoke else settings)
+    if settings.smoke:
+        settings = replace(settings, **SMOKE)
+    counts = rank_counts(settings.nproc, (1, 2) if settings.smoke else (1, 2, 4), settings.experts)
+    for experts, capacity in product(settings.experts, settings.capacity):
+        settings.cell(experts, capacity)
+    shown = run(settings, "moe_sweep", counts, partial(enter, settings), lambda records: show(sweep(records), records))
+    if shown and not settings.smoke:
+        picture = settings.records_folder(DEVICE) / "moe_sweep.svg"
+        print(printable(f"plot in {save(draw(shown), picture, '--results')}") if can_plot() else HOW_TO_PLOT)
 
 
 if __name__ == "__main__":

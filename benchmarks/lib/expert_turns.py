@@ -2,9 +2,12 @@
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,10 +15,12 @@ import torch
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.lib.expert_layer import DEVICE, ITEM, Bench, LayerSettings, Way
 from benchmarks.rank_times import gather_times, line_up
-from benchmarks.records import Record
-from cs336_systems.comm import Group, Place, distributed, record
+from benchmarks.records import Record, append_record, appended, every_record, open_records, require_written
+from cs336_systems.comm import CommError, Group, Place, distributed, find_place, record
+from cs336_systems.comm.launch import run_ranks
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import PeakMemory, device_name, environment
 from cs336_systems.model.routing import gate
@@ -41,7 +46,7 @@ def clocks() -> list[float]:
 @dataclass
 class Candidate:
     """A way on a bench, what it took in every turn, and what one pass sent and held. `about` is what the record's
-    configuration says beside the layer; ratios are to `baseline`, which took its turns in the same rounds."""
+    configuration says beside the layer; ratios are to `baseline`, by default itself, in the same rounds."""
 
     bench: Bench
     way: Way
@@ -91,12 +96,12 @@ class Candidate:
         samples, system, wall = (list(column) for column in zip(*self.laps, strict=True))
         metrics: dict[str, Any] = summarise(samples) | self.sent
         metrics |= {"system_ms": median(system), "wall_ms": median(wall)}
-        if base := self.baseline:
-            metrics |= ratios(samples, [cpu for cpu, _, _ in base.laps])
-            user = ([cpu - system for cpu, system, _ in each.laps] for each in (self, base))
-            metrics["user_ratio_median"] = ratios(*user)["ratio_median"]
-            if metrics["layer_bytes"]:
-                metrics["bytes_ratio"] = metrics["layer_bytes"] / base.sent["layer_bytes"]
+        base = self.baseline or self
+        metrics |= ratios(samples, [cpu for cpu, _, _ in base.laps])
+        user = ([cpu - system for cpu, system, _ in each.laps] for each in (self, base))
+        metrics["user_ratio_median"] = ratios(*user)["ratio_median"]
+        if metrics["layer_bytes"]:
+            metrics["bytes_ratio"] = metrics["layer_bytes"] / base.sent["layer_bytes"]
         return Record(benchmark, what | self.about, stamp, samples, metrics, predicted, noise(metrics))
 
 
@@ -104,18 +109,17 @@ def cell(bench: Bench, way: Way, about: dict[str, Any]) -> list[Candidate]:
     """A sorted layer that the gate has seen, after its one-hot twin where the tensors of that are not too large. Every
     rank decides alike. Raises WrongResultError if the two differ."""
     tokens, one_hot = bench.tokens, way.changed("einsum", dispatch="einsum")
-    sort = Candidate(bench, way, about)
-    sort.baseline = sort
-    fits = not one_hot.too_large(tokens, bench.group)
+    sort, fits = Candidate(bench, way, about), not one_hot.too_large(tokens, bench.group)
     bench.check(way, tokens if fits else None)
     return [Candidate(bench, one_hot, about, sort)] * fits + [sort]
 
 
-def measure(
-    place: Place, benchmark: str, settings: LayerSettings, enter: Callable[[Group, dict[str, Any]], list[Candidate]]
-) -> list[Record]:
+Enter = Callable[[Group, dict[str, Any]], list[Candidate]]
+
+
+def work(place: Place, settings: LayerSettings, benchmark: str, enter: Enter, path: Path) -> None:
     """One rank's part: `enter` checks the candidates of these ranks, then all take turns, A B A B, after a pass each
-    that does not count. The records, on rank 0 alone; `enter` gets what they say of the nodes."""
+    that does not count. Rank 0 appends the records to a file; `enter` gets what they say of the nodes."""
     torch.set_num_threads(1)  # idle ones would spin and add to CPU time
     with distributed(DEVICE, "gloo", settings.timeout, place) as group:
         ranks, first, steps = group.size(), group.rank() == 0, settings.steps
@@ -132,5 +136,45 @@ def measure(
         for each in candidates:
             each.share()
         stamp = environment(DEVICE, settings.commit) | {"world_size": ranks, "backend": "gloo"} if first else {}
-        pairs = zip(candidates, said, strict=True) if first else ()
-        return [each.record(benchmark, steps, predicted, stamp) for each, predicted in pairs]
+        for each, predicted in zip(candidates, said, strict=True) if first else ():
+            append_record(each.record(benchmark, steps, predicted, stamp), path)
+    require_written(path)
+
+
+def rank_counts(nproc: Sequence[int], default: Sequence[int], experts: Sequence[int]) -> Sequence[int]:
+    """The numbers of ranks to measure: those that torchrun started, else as many as were asked for. Raises UserError
+    for ranks that cannot be, or over which the experts do not divide."""
+    started = find_place().world_size
+    if started > 1 and nproc:
+        raise UserError(f"--nproc {nproc[0]} would start ranks, but {started} were started already: drop it")
+    found = [started] if started > 1 else nproc or default
+    for number, count in ((number, count) for number in experts for count in found if number % count):
+        raise UserError(f"{number} experts do not divide over {count} ranks: choose ranks that divide {number}")
+    return found
+
+
+def run(
+    settings: LayerSettings, benchmark: str, counts: Sequence[int], enter: Enter, show: Callable[[list[Record]], None]
+) -> list[Record]:
+    """Measure on each number of ranks, and show what was measured, also until an error. The new records, on rank 0
+    alone. Raises UserError, before anything is measured where it cannot be recorded."""
+    here, records, before = find_place(), list[Record](), 0
+    kept = nullcontext(str(settings.records_folder(DEVICE)))
+    with TemporaryDirectory(prefix=f"{benchmark}-") if settings.smoke else kept as folder:
+        path = Path(folder, f"{benchmark}.jsonl")
+        if here.rank == 0:
+            before = len(every_record(open_records(path.parent, benchmark)))
+        try:
+            for count in counts:
+                if here.world_size > 1:
+                    work(here, settings, benchmark, enter, path)
+                else:
+                    run_ranks(work, count, "cpu", settings, benchmark, enter, path)
+        except CommError as error:
+            raise UserError(str(error)) from None
+        finally:
+            if here.rank == 0 and (records := every_record(path)[before:]):
+                show(records)
+    if records and not settings.smoke:
+        print(appended(len(records), path))
+    return records

@@ -1,6 +1,7 @@
 """The benchmark of one expert layer: what it counts, what its gate refuses, and what it says of bad input."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, expert_turns, options
+from benchmarks.lib import expert_layer, expert_turns
 from benchmarks.lib.expert_layer import Bench, Way, build_layer
 from benchmarks.lib.expert_turns import Candidate
 from benchmarks.records import read_records
@@ -42,8 +43,9 @@ def ways(**settings) -> list[Way]:
 
 def measured_case(rank: int, world: int, folder: str, results: str) -> None:
     expert_turns.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
-    settings = moe_layer.MoELayerSettings(**TINY, results=Path(results))
-    moe_layer.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+    settings = moe_layer.MoELayerSettings(**TINY)
+    place, path = Place(rank, world, rank, world, f"{folder}/store"), Path(results, "moe_layer.jsonl")
+    expert_turns.work(place, settings, "moe_layer", partial(moe_layer.enter, settings), path)
 
 
 def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
@@ -185,7 +187,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_layer, "start_ranks", lambda *_: pytest.fail("started in vain"))
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
     (in_tmp / "file").write_text("")
     assert run_command(moe_layer.main, [*arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -193,16 +195,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypa
     assert errors[0].startswith(line)
 
 
-def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
+def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
     started = []
     monkeypatch.setattr(
-        moe_layer, "start_ranks", lambda work, device, nproc, settings: started.append((nproc, settings))
+        expert_turns, "run_ranks", lambda work, nproc, device, settings, *_: started.append((nproc, settings))
     )
-    monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(moe_layer.main, ["--smoke"]) == 0
     [(nproc, settings)] = started
     assert nproc == 2
     assert settings.tokens <= 64
+    assert not list(in_tmp.iterdir())
 
 
 def test_the_table_has_a_column_a_candidate(capsys):

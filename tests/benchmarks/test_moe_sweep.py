@@ -1,5 +1,6 @@
 """The sweep over expert layers: its grid, what it refuses, its table and its plot."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from benchmarks.records import Record, append_record, read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
-from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.model.moe import MoELayer
 from tests.support import ranks
@@ -49,7 +49,8 @@ def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
     expert_turns.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
     expert_layer.ONE_HOT_LIMIT = LIMIT
     settings = MoESweepSettings(**TINY, capacity=CAPACITIES)
-    moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), settings, Path(results))
+    place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
+    expert_turns.work(place, settings, "moe_sweep", enter, Path(results))
 
 
 def broken_case(rank: int, world: int, folder: str) -> str:
@@ -99,21 +100,19 @@ def test_capacities(text, slots, training):
     assert mixture.capacity(512, 8, training) == slots
 
 
-def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
+def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys):
     started, here = [], Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda work, count, *_: started.append(count))
-    assert moe_sweep.measured(MoESweepSettings(), Place(), Path("scratch")) == []
-    assert moe_sweep.measured(MoESweepSettings(nproc=(2,), smoke=True), Place(), Path("scratch")) == []
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda work, count, *_: started.append(count))
+    for arguments in ([], ["--nproc", "2", "--smoke"]):
+        assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
     assert started == [1, 2, 4, 2]
-    (in_tmp / "scratch/moe_sweep.jsonl").unlink()
-    (in_tmp / "scratch").rmdir()
-    monkeypatch.setattr(moe_sweep, "find_place", lambda: here)
-    monkeypatch.setattr(moe_sweep, "work", lambda place, *_: started.append(place))
-    moe_sweep.run(MoESweepSettings())
+    monkeypatch.setattr(expert_turns, "find_place", lambda: here)
+    monkeypatch.setattr(expert_turns, "work", lambda place, *_: started.append(place))
+    assert run_command(moe_sweep.main, ["--results", "other"]) == 0
     assert started[-1] == here
-    assert not list(in_tmp.iterdir())  # rank 1 opens no file of records
-    with pytest.raises(UserError, match="--nproc 2 would start ranks, but 4 were started already"):
-        MoESweepSettings(nproc=(2,)).ranks(here)
+    assert [path.name for path in in_tmp.iterdir()] == ["out"]  # rank 1 opens no file of records
+    assert run_command(moe_sweep.main, ["--nproc", "2"]) == 2
+    assert "--nproc 2 would start ranks, but 4 were started already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("started in vain"))
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
     (in_tmp / "file").write_text("")
     assert run_command(moe_sweep.main, [*arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -144,11 +143,11 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypa
 def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
     """Without matplotlib the table and the records are all there is."""
 
-    def append(worker, count, device, settings, path):
+    def append(worker, count, device, settings, benchmark, enter, path):
         for record in (each for each in grid() if each.config["ranks"] == count):
             append_record(record, path)
 
-    monkeypatch.setattr(moe_sweep, "run_ranks", append)
+    monkeypatch.setattr(expert_turns, "run_ranks", append)
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
