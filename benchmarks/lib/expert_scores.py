@@ -29,7 +29,7 @@ from cs336_systems.presets import Dispatch, ModelConfig
 
 How = Literal["fast", "slow"]
 Words = list[tuple[int, float]]  # each with its log-probability in nats
-NO_BLOCK = -1  # the number of a row that is padding
+NO_BLOCK = -1  # the number of a row that is padding, which is the last
 SEPARATOR = " | "  # between a collective's verb and its label
 EXTREME = 0.2  # of the experts: the most and the least loaded
 
@@ -40,10 +40,14 @@ class Blocks:
     def __init__(self, tokens: np.ndarray, context: int, name: str = "") -> None:
         self.tokens, self.context, self.name = tokens, context, name
         self.count = ceil((len(tokens) - 1) / context)
+        padded = np.full((self.count + 1) * context + 1, IGNORED)  # not in torch: ranks are forked after this
+        padded[: len(tokens)] = tokens
+        # Each block and the token after it; the last is padding.
+        self.rows = np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context]
 
     def targets(self, block: int) -> int:
         """Number of targets in a block."""
-        return max(0, min(self.context, len(self.tokens) - 1 - block * self.context)) if block != NO_BLOCK else 0
+        return int((self.rows[block, 1:] != IGNORED).sum())
 
     def batches(self, ranks: int, rows: int) -> int:
         """Batches of `rows` blocks that each of so many ranks takes until all are scored."""
@@ -57,14 +61,9 @@ class Blocks:
     def batch(self, batch: int, rank: int, ranks: int, rows: int) -> Batch:
         """A rank's batch: tokens, targets and the mask of real tokens, (rows context), and the blocks' numbers."""
         numbers = self.numbers(batch, rank, ranks, rows)
-        tokens = torch.zeros(rows, self.context, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORED)
-        for row, number in enumerate(numbers):
-            if length := self.targets(number):
-                first = number * self.context
-                stretch = torch.from_numpy(self.tokens[first : first + length + 1].astype(np.int64))
-                tokens[row, :length], targets[row, :length] = stretch[:-1], stretch[1:]
-        return Batch(tokens, targets, torch.tensor(numbers), padding_mask=targets != IGNORED)
+        tokens, targets = (torch.from_numpy(self.rows[numbers, part]) for part in (slice(-1), slice(1, None)))
+        real = targets != IGNORED
+        return Batch(tokens * real, targets, torch.tensor(numbers), padding_mask=real)
 
 
 def read_slowly(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
