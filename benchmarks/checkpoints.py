@@ -8,26 +8,33 @@ and compared bit by bit. Only ours verifies the files when it loads.
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.checkpoint_tables import sheets
-from benchmarks.harness import noise, ratios, summarise
-from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
+from benchmarks.harness import interleave, noise, ratios, summarise
+from benchmarks.lib.checkpoint_candidates import Bench, Candidate, ours, predict, theirs
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.sheets import show
+from benchmarks.lib.sheets import MARK, day, groups, machine, median, show
 from benchmarks.parallel_run import ParallelSettings, start
-from benchmarks.rank_times import gather_times
+from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
-from cs336_systems.comm import Place, agree, all_reduce, backend_of, distributed
+from cs336_systems.comm import Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.host import console
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.table import Table
 from cs336_systems.train.__main__ import require_fit
 from cs336_systems.train.recipe import Recipe
+
+HEADS = ("candidate", "time", "predicted", "bytes/s", "/ DCP's", "quartiles")
+NOTE = (
+    "In the background: how long training stands still. Loads are from the page cache; ours compares every SHA-256. "
+    "`torch.save` does not wait for the disk. The ratios are of pairs of turns: ours, and torch's, over DCP's."
+)
 
 
 @dataclass(frozen=True)
@@ -37,48 +44,38 @@ class CheckpointSettings(ParallelSettings):
     size: str = setting("small", "Model preset.")
     batch_size: int = setting(1, "Sequences of each rank in the single training step.", type=COUNT)
     context: int | None = setting(32, "Tokens in a sequence.", type=COUNT)
-    folder_of_files: Path | None = setting(
-        None, "Folder for the checkpoints, to choose a disk.  [default: a temporary folder here]"
-    )
 
 
 def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank by candidate; they take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in rivals}
-    with console.progress("taking turns", rounds * len(rivals), quiet=bench.group.rank() > 0) as advance:
-        for _ in range(rounds):
-            for name, candidate in rivals.items():
-                all_reduce(bench.token, bench.group, "line up").wait()
-                samples[name].append(bench.seconds(candidate.run) * 1e3)
-                candidate.after()
-                advance(name)
+
+    def once(candidate: Candidate) -> float:
+        line_up(bench.group, bench.device)
+        milliseconds = bench.seconds(candidate.run) * 1e3
+        candidate.after()
+        return milliseconds
+
+    with console.progress("taking turns", rounds, quiet=bench.group.rank() > 0) as advance:
+        samples = interleave({name: partial(once, each) for name, each in rivals.items()}, rounds, advance)
     return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
 
 
 def recipe_of(settings: CheckpointSettings, ranks: int, device: str) -> Recipe:
     """The run whose state is saved."""
     config = settings.config()
-    return Recipe.of(
-        size=settings.size,
-        year=settings.year,
-        d_model=config.d_model,
-        d_ff=config.d_ff,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        data=("random",),
-        batch_size=settings.batch_size * ranks,
-        context=config.context_length,
-        device=device,
-    )
+    shape = {name: getattr(config, name) for name in ("d_model", "d_ff", "num_heads", "num_layers")}
+    asked = {"batch_size": settings.batch_size * ranks, "context": config.context_length, "device": device}
+    return Recipe.of(size=settings.size, year=settings.year, data=("random",), **shape, **asked)
 
 
 def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) -> list[Record]:
     """The gate, then the turns: a record for every candidate."""
     rivals, group, config = ours(bench) | theirs(bench), bench.group, bench.trainer.config
     for name, candidate in rivals.items():
-        candidate.check()
-        if group.rank() == 0 and candidate.check is not nothing:
-            print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
+        if candidate.load:
+            bench.check(name, candidate.save, candidate.load)
+            if group.rank() == 0:
+                print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
     predicted = predict(bench)
     samples = play(bench, rivals, settings.rounds)
     records = []
@@ -92,17 +89,40 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
     return records
 
 
+def title(record: Record) -> str:
+    """The state that is saved, and the machine."""
+    config, size = record.config, format_bytes(record.metrics["bytes"])
+    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {machine(record)}"
+
+
+def row(record: Record) -> list[str]:
+    """One candidate."""
+    metrics = record.metrics
+    predicted = format_seconds(record.predicted["mean_ms"] / 1e3) if record.predicted else ""
+    speed = f"{format_bytes(metrics['bytes'] / metrics['median_ms'] * 1e3)}/s"
+    quartiles = f"{metrics['ratio_low']:.2f} to {metrics['ratio_high']:.2f}"
+    return [record.config["candidate"], median(record), predicted, speed, f"{metrics['ratio_median']:.2f}", quartiles]
+
+
+def sheets(records: list[Record]) -> list[Table]:
+    """A table for each size, number of ranks and machine, with all candidates."""
+    found = []
+    for group in groups(records, title):
+        noisy = f"\n{MARK}" if any(record.flags for record in group) else ""
+        found.append(Table(f"{title(group[0])}, {day(group)}", HEADS, [row(record) for record in group], NOTE + noisy))
+    return found
+
+
 def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
     device = choose_device(settings.device)
-    where = settings.folder_of_files or Path.cwd()
     recipe = recipe_of(settings, place.world_size, device.type)
     usable = usable_memory(device) // (place.world_size if device.type == "cpu" else 1)
     require_fit(recipe, place.world_size, usable)  # before the ranks join, since it observes one of them alone
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (
         distributed(device, settings.backend, settings.timeout, place) as group,
-        tempfile.TemporaryDirectory(dir=where, prefix="checkpoints-") as mine,
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="checkpoints-") as mine,
     ):
         folder = Path(agree("folder", mine, group)[0])
         stamp |= {"world_size": group.size(), "backend": backend_of(group)}

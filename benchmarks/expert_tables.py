@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collective import size_name
-from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, Derivation, expected
+from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected, spread
 from benchmarks.lib.expert_model import DECODER
+from benchmarks.lib.sheets import machine, time
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
@@ -27,13 +28,13 @@ LAYER_NOTE = (
 HALF = 2  # bytes of a number in the published run
 Line = Callable[[dict[str, Any], dict[str, Any]], str]  # of a record's metrics and predictions
 LINES: tuple[tuple[str, Line], ...] = (
-    ("CPU time", lambda found, said: format_seconds(found["median_ms"] / 1e3)),
-    ("    predicted", lambda found, said: format_seconds(said["mean_ms"] / 1e3)),
-    ("    of it in the kernel", lambda found, said: format_seconds(found["system_ms"] / 1e3)),
+    ("CPU time", lambda found, said: time(found["median_ms"])),
+    ("    predicted", lambda found, said: time(said["mean_ms"])),
+    ("    of it in the kernel", lambda found, said: time(found["system_ms"])),
     ("    over that of sort, median", lambda found, said: f"{found['ratio_median']:.3g}"),
     ("    quartiles", lambda found, said: f"{found['ratio_low']:.3g} to {found['ratio_high']:.3g}"),
     ("    the same without the kernel", lambda found, said: f"{found['user_ratio_median']:.3g}"),
-    ("wall time", lambda found, said: format_seconds(found["wall_ms"] / 1e3)),
+    ("wall time", lambda found, said: time(found["wall_ms"])),
     ("FLOPs, predicted", lambda found, said: format_count(said["flops"])),
     ("rows in an all-to-all", lambda found, said: f"{found['rows']:,.0f}" if found["layer_bytes"] else "none"),
     ("    predicted", lambda found, said: f"{said['rows']:,}"),
@@ -42,7 +43,7 @@ LINES: tuple[tuple[str, Line], ...] = (
     ("bytes of all, with counts", lambda found, said: size_name(found["layer_bytes"])),
     ("    over that of sort", lambda found, said: f"{found['bytes_ratio']:.4g}" if "bytes_ratio" in found else "none"),
     ("choices dropped", lambda found, said: f"{found['dropped_share']:.1%}"),
-    ("memory, at most", lambda found, said: memory_name(found["peak_memory_bytes"])),
+    ("memory, at most", lambda found, said: optional_bytes(found["peak_memory_bytes"], "unknown")),
 )
 SWEEP_HEADS = (
     "ranks", "experts", "capacity", "slots", "dropped", "sort", "predicted", "einsum", "predicted", "einsum / sort",
@@ -50,14 +51,14 @@ SWEEP_HEADS = (
 )  # fmt: skip
 
 
+def optional_bytes(count: float | None, missing: str) -> str:
+    """Bytes in words, where there is a number."""
+    return missing if count is None else format_bytes(count)
+
+
 def expert_tables(results: Path) -> list[str]:
     """The arithmetic of the published profile, then every machine's layers, evaluations and sweeps."""
-    kinds: dict[str, Callable[[list[Record]], Table]] = {
-        "moe_layer": layers,
-        "moe_eval": evaluations,
-        "moe_sweep": sweep,
-    }
-    found = []
+    found, kinds = list[str](), {"moe_layer": layers, "moe_eval": evaluations, "moe_sweep": sweep}
     for name, make in kinds.items():
         for path in sorted(results.glob(f"*/{name}.jsonl")):
             records = read_records(path)
@@ -88,11 +89,6 @@ def arithmetic() -> Table:
     return Table("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
 
 
-def memory_name(count: float | None) -> str:
-    """Bytes in words, where the system told them."""
-    return "unknown" if count is None else format_bytes(count)
-
-
 def layers(records: list[Record]) -> Table:
     """One expert layer, the candidates side by side."""
     config = records[0].config
@@ -109,7 +105,17 @@ def evaluations(records: list[Record]) -> Table:
     """Each evaluation in a row."""
     heads = ["ranks", "tp x ep", "blocks", "formulation", "tokens/s", "CPU ms a batch", "CPU ms an expert layer"]
     heads += ["all-to-all", "predicted", "waiting", "loss (base 2)"]
-    order = sorted(records, key=lambda each: (each.config["ranks"], each.config["tp"], each.config["moe"]))
+    order, rows = sorted(records, key=lambda each: [each.config[name] for name in ("ranks", "tp", "moe")]), []
+    for record in order:
+        config, metrics, waits = record.config, record.metrics, record.metrics["waiting"]
+        sizes = metrics["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
+        rows.append([
+            str(config["ranks"]), f"{config['tp']} x {config['ep']}", str(metrics["tokens"] // config["context"]),
+            config["moe"] + "*" * bool(record.flags), f"{metrics['tokens_per_s']:,.0f}",
+            f"{metrics['cpu_ms_per_batch']:,.0f}", f"{metrics['cpu_ms_per_layer']:,.1f}",
+            *(optional_bytes(size, "-") for size in sizes),
+            f"{sum(waits) / len(waits):.0%}", f"{metrics['loss']:.6f}",
+        ])  # fmt: skip
     note = (
         "Tokens/s of all ranks. all-to-all: bytes of one that carries tokens, mean; predicted for a balanced router. "
         "waiting: of the time under the profiler, what a rank stood in all-to-all, mean over ranks. The weights are "
@@ -117,19 +123,7 @@ def evaluations(records: list[Record]) -> Table:
     )
     shape = order[0].config
     title = f"Evaluation: {shape['size']}, {shape['num_experts']} experts, blocks of {shape['context']} tokens"
-    return Table(title, heads, [_evaluation(each) for each in order], note)
-
-
-def _evaluation(record: Record) -> list[str]:
-    config, metrics, waits = record.config, record.metrics, record.metrics["waiting"]
-    sent, due = metrics["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
-    return [
-        str(config["ranks"]), f"{config['tp']} x {config['ep']}", str(metrics["tokens"] // config["context"]),
-        config["moe"] + "*" * bool(record.flags),
-        f"{metrics['tokens_per_s']:,.0f}", f"{metrics['cpu_ms_per_batch']:,.0f}", f"{metrics['cpu_ms_per_layer']:,.1f}",
-        "-" if sent is None else format_bytes(sent), "-" if due is None else format_bytes(due),
-        f"{sum(waits) / len(waits):.0%}", f"{metrics['loss']:.6f}",
-    ]  # fmt: skip
+    return Table(title, heads, rows, note)
 
 
 def is_published(record: Record) -> bool:
@@ -139,7 +133,7 @@ def is_published(record: Record) -> bool:
     return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)
 
 
-def derived(record: Record) -> dict[str, Derivation]:
+def derived(record: Record) -> dict[str, tuple[int, str]]:
     """Numbers of calls that follow from the shape of an evaluation; nothing for matrices split over ranks."""
     config, batches = record.config, record.metrics["calls"][DECODER][0]
     shape = {name: config[name] for name in ("num_layers", "num_experts")}
@@ -149,15 +143,13 @@ def derived(record: Record) -> dict[str, Derivation]:
 
 def calls(record: Record) -> Table:
     """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
-    due, found = derived(record), []
+    due, rows, found = derived(record), [], record.metrics["calls"]
     for name, published in (PUBLISHED | OF_WORDS).items():
-        each: Sequence[int] = record.metrics["calls"][name]
-        mine = f"{each[0]:,}" if len(set(each)) == 1 else f"{min(each):,} to {max(each):,}"
-        why = "reads of words, mostly" if name in OF_WORDS else due[name].why if name in due else ""
-        found.append([name, mine, f"{published:,}", why])
+        why = "reads of words, mostly" if name in OF_WORDS else due.get(name, (0, ""))[1]
+        rows.append([name, spread(found[name]), f"{published:,}", why])
     heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
     note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
-    return Table("Operators of the one-hot formulation", heads, found, note, names=True)
+    return Table("Operators of the one-hot formulation", heads, rows, note, names=True)
 
 
 def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
@@ -169,35 +161,31 @@ def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
         slots = float("inf") if config["slots"] is None else config["slots"]
         place = config["ranks"], config["experts"], slots, config["capacity"]
         found.setdefault(place, {})[config["candidate"]] = record
-    for cell in found.values():
-        if "einsum" in cell and "sort" in cell and _run(cell["einsum"]) != _run(cell["sort"]):
-            del cell["einsum"]
-    return [found[key] for key in sorted(found) if "sort" in found[key]]
 
+    def run(record: Record) -> list[Any]:
+        shared = ("commit", "dirty", "threads", "cores")  # by the records of one interleaved comparison
+        return [len(record.samples_ms), *(record.environment.get(name) for name in shared)]
 
-def _run(record: Record) -> list[Any]:
-    """Settings that the records of one interleaved comparison share."""
-    return [record.environment.get(name) for name in ("commit", "dirty", "threads", "cores")] + [len(record.samples_ms)]
+    ordered = [found[place] for place in sorted(found) if "sort" in found[place]]
+    return [
+        {name: each for name, each in cell.items() if name == "sort" or run(each) == run(cell["sort"])}
+        for cell in ordered
+    ]
 
 
 def row(cell: dict[str, Record]) -> list[str]:
     """A cell of the grid as cells of a table."""
     sort, einsum = cell["sort"], cell.get("einsum")
-    config, sent = sort.config, _sent(sort)
+    config = sort.config
     line = [str(config["ranks"]), str(config["experts"]), config["capacity"]]
     line += ["-" if config["slots"] is None else str(config["slots"]), f"{sort.metrics['dropped_share']:.1%}"]
-    for record in (sort, einsum):
-        times = (record.metrics["median_ms"], record.predicted["mean_ms"]) if record else ()
-        line += [format_seconds(each / 1e3) for each in times] or ["", ""]
-    if einsum is None:
-        return [*line, "", sent, "", ""]
-    ratio = f"{einsum.metrics['bytes_ratio']:.3g}" if sent else ""
-    return [*line, f"{einsum.metrics['ratio_median']:.3g}", sent, _sent(einsum), ratio]
-
-
-def _sent(record: Record) -> str:
-    """Bytes of an all-to-all; none on one rank."""
-    return size_name(record.metrics["all_to_all_bytes"]) if record.config["ranks"] > 1 else ""
+    for each in (sort, einsum):
+        line += [time(each.metrics["median_ms"]), time(each.predicted["mean_ms"])] if each else ["", ""]
+    line.append(f"{einsum.metrics['ratio_median']:.3g}" if einsum else "")
+    if config["ranks"] == 1:  # which sends nothing
+        return [*line, "", "", ""]
+    line += [size_name(each.metrics["all_to_all_bytes"]) if each else "" for each in (sort, einsum)]
+    return [*line, f"{einsum.metrics['bytes_ratio']:.3g}" if einsum else ""]
 
 
 def sweep(records: list[Record]) -> Table:
@@ -213,13 +201,11 @@ def sweep(records: list[Record]) -> Table:
 
 def about(records: list[Record]) -> str:
     """Machine and date of records, and reservations about them."""
-    where: dict[str, Any] = records[-1].environment
-    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    text = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
     flags = sorted({flag for record in records for flag in record.flags if not flag.startswith("noisy")})
     noisy = sum(any(flag.startswith("noisy") for flag in record.flags) for record in records)
     flags += [f"{noisy} of {len(records)} noisy: a standard deviation of 5% of the mean or more"] if noisy else []
-    return f"{text}, {str(where['date'])[:10]}." + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)
+    date = str(records[-1].environment["date"])[:10]
+    return f"{machine(records[-1])}, {date}." + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)
 
 
 def show(table: Table, records: list[Record]) -> None:

@@ -7,11 +7,11 @@ own maximum. Instead of peaks, `--residuals` lists tensors kept for backward, `-
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
@@ -29,22 +29,20 @@ from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_seconds, setting
+from cs336_systems.host.console import flag, format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
-from cs336_systems.presets import Precision, Recompute, course_sizes
+from cs336_systems.presets import ModelConfig, Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_timeline
 
-Pass = Literal["forward", "step"]
-PASSES: tuple[Pass, ...] = ("forward", "step")
-# Options that would be ignored beside another, and why.
+# Options that would be ignored beside another: by that, why, and which.
 CLASHES = {
-    ("residuals", "segments"): "each measures something else instead of the peaks",
-    ("residuals", "mode"): "residuals are of forward, whatever follows",
-    ("residuals", "recompute"): "residuals are counted for every way of recomputing",
-    ("residuals", "recompute_every"): "residuals are counted for the best length of segments",
-    ("segments", "mode"): "segments are measured over forward and backward",
-    ("all_sizes", "size"): "all sizes are measured",
+    "residuals": (
+        "it counts every way of recomputing, for forward alone",
+        ("segments", "recompute", "recompute_every"),
+    ),
+    "segments": ("it measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
+    "all_sizes": ("it measures all of them", ("size",)),
 }
 
 
@@ -53,16 +51,14 @@ class MemorySettings(ModelOptions):
     """Options of the command line, one field each."""
 
     all_sizes: bool = setting(False, "Measure every size of the year's edition; with fp32, the largest in bf16, too.")
-    mode: Pass | None = setting(None, "Kind of pass.  [default: both]")
     residuals: bool = setting(False, "Instead list the tensors kept for backward, block by block.")
     segments: bool = setting(False, "Instead find the best length of recomputed segments.")
 
     def refuse_ignored(self, given: set[str]) -> None:
         """Raises UserError if an option of those that were `given` would be ignored."""
-        for pair, why in CLASHES.items():
-            if given.issuperset(pair):
-                one, other = (f"--{name.replace('_', '-')}" for name in pair)
-                raise UserError(f"{one} and {other} cannot be combined: {why}; drop one of them")
+        for name, (why, others) in CLASHES.items():
+            for other in given.intersection(others) if name in given else ():
+                raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {why}; drop one of them")
         if "recompute_every" in given and self.recompute != "segments":
             raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
@@ -81,6 +77,7 @@ class Peak:
     """One measurement that is to be made: a pass, or (activations) a pass that recomputes in some way."""
 
     size: str
+    year: int
     case: Case
     mode: str
     bench: Bench
@@ -89,7 +86,7 @@ class Peak:
     @property
     def passes(self) -> Mode:
         """Passes to run."""
-        return "forward-backward" if self.mode == "activations" else "forward" if self.mode == "forward" else "step"
+        return "forward-backward" if self.way else "forward" if self.mode == "forward" else "step"
 
     @property
     def fits(self) -> bool:
@@ -101,19 +98,54 @@ class Peak:
         """Predicted seconds: a step is run twice, since the first makes the optimizer's state."""
         return self.bench.seconds(self.case, self.passes) * (2 if self.mode == "step" else 1)
 
+    def predicted(self) -> dict[str, Any]:
+        """The memory model's figures under the names of the metrics, and what they are made of."""
+        if self.way is None:
+            figures = self.bench.predicted(self.case, self.passes)
+            return {key: figures[key] for key in ("peak_memory_bytes", "memory_by_part")}
+        shape = shape_of(self.case)
+        return {
+            "kept_bytes": self.way.kept, "recomputed_bytes": self.way.recomputed, "peak_bytes": self.way.peak,
+            "peak_by_length": [each.peak for each in sweep(*shape)], "square_root_rule": square_root_rule(*shape),
+        }  # fmt: skip
 
-def take_passes(load: Workload, mode: Mode, capture: Capture | None = None) -> None:
-    """The passes of one mode, once, in phases."""
+    def measure(self) -> Record:
+        """Measure it, or record that it does not fit, with the prediction."""
+        config = record_config(self.size, self.year, self.mode, self.case)
+        missing = Record("memory", config, self.bench.environment, predicted=self.predicted(), status="out-of-memory")
+        if not self.fits:
+            return missing
+        try:
+            metrics = measure_activations(self.case) if self.way else measure_peak(self.case, self.passes)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            print(f"{self.size} {self.mode}: out of memory although it was counted to fit", file=sys.stderr)
+            return missing
+        finally:
+            gc.collect()  # hooks and graphs hold each other, and with them the model
+            if self.case.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return replace(missing, metrics=metrics, status="ok")
 
-    def phase(name: str, run: Callable[[], None]) -> None:
-        with capture.phase(name) if capture else nullcontext():
-            run()
 
-    phase("forward", load.forward_only if mode == "forward" else load.forward)
+def shape_of(case: Case) -> tuple[ModelConfig, int, int, Precision]:
+    """The arguments of the functions on segments."""
+    return case.config, case.batch, case.config.context_length, case.precision
+
+
+def take_passes(
+    load: Workload, mode: Mode, phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+) -> None:
+    """The passes of one mode, once, each inside `phase(name)`."""
+    with phase("forward"):
+        (load.forward_only if mode == "forward" else load.forward)()
     if mode != "forward":
-        phase("backward", load.backward)
+        with phase("backward"):
+            load.backward()
     if mode == "step":
-        phase("optimizer", load.update)
+        with phase("optimizer"):
+            load.update()
 
 
 def profiled(case: Case, mode: Mode) -> MemoryTimeline:
@@ -124,7 +156,7 @@ def profiled(case: Case, mode: Mode) -> MemoryTimeline:
         with Capture(Path(folder), None, load.weights, load.optimizer, warmup=1 if mode == "step" else 0) as capture:
             for _ in range(capture.total):
                 with capture.step():
-                    take_passes(load, mode, capture)
+                    take_passes(load, mode, capture.phase)
                 losses.append(load.loss)
         return memory_timeline(read_trace(trace_files(Path(folder))[0]))
 
@@ -148,90 +180,39 @@ def measure_activations(case: Case) -> dict[str, Any]:
     return {"peak_bytes": max(amounts[place] for amounts in found.amounts)}
 
 
-def predicted(run: Peak) -> dict[str, Any]:
-    """The memory model's figures under the names of the metrics, and what they are made of."""
-    case, seq = run.case, run.case.config.context_length
-    if run.way is None:
-        figures = run.bench.predicted(case, run.passes)
-        return {key: figures[key] for key in ("peak_memory_bytes", "memory_by_part")}
-    shape = (case.config, case.batch, seq, case.precision)
-    return {
-        "kept_bytes": run.way.kept,
-        "recomputed_bytes": run.way.recomputed,
-        "peak_bytes": run.way.peak,
-        "peak_by_length": [each.peak for each in sweep(*shape)],
-        "square_root_rule": square_root_rule(*shape),
-    }
-
-
 def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]:
     """Settings that identify a measurement."""
     return {"size": size, "year": year, "mode": mode} | model_config(case)
 
 
-def measure(run: Peak, year: int) -> Record:
-    """Measure a run, or record that it does not fit, with the prediction."""
-    config, figures = record_config(run.size, year, run.mode, run.case), predicted(run)
-    missing = Record("memory", config, run.bench.environment, predicted=figures, status="out-of-memory")
-    if not run.fits:
-        return missing
-    try:
-        metrics = measure_activations(run.case) if run.way else measure_peak(run.case, run.passes)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        print(f"{run.size} {run.mode}: out of memory although it was counted to fit", file=sys.stderr)
-        return missing
-    finally:
-        gc.collect()  # hooks and graphs hold each other, and with them the model
-        if run.case.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return Record("memory", config, run.bench.environment, metrics=metrics, predicted=figures)
-
-
 def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any]) -> Iterator[Record]:
     """Bytes that one shape keeps for backward, for each way of recomputing; counted without running it."""
-    config, seq = case.config, case.config.context_length
-    segments = best(sweep(config, case.batch, seq, case.precision))
+    config, shape = case.config, shape_of(case)
     block = f"blocks.{min(1, config.num_layers - 1)}"  # the first keeps also what all share
-    ways: tuple[Recompute, ...] = ("none", "attention", "segments", "nested")
-    for recompute in ways:
-        every = segments.every if recompute == "segments" else 1
+    ways: dict[Recompute, int] = {"none": 1, "attention": 1, "segments": best(sweep(*shape)).every, "nested": 1}
+    for recompute, every in ways.items():
         chosen = replace(config, recompute=recompute, recompute_every=every)
-        found = model_residuals(chosen, case.batch, seq, case.precision)
+        found = model_residuals(chosen, *shape[1:])
         inside = block if recompute == "none" else None  # blocks that are run again keep their inputs only
-        largest = [[r.module, list(r.shape), r.dtype, r.nbytes, r.made_by] for r in found.largest(5, inside)]
         metrics = {
-            "kept_bytes": found.nbytes,
-            "weight_casts_bytes": found.weight_casts,
-            "blocks": found.by_block(),
-            "block": block,
-            "modules": found.by_module(block),
-            "largest": largest,
-            "largest_of": inside or "model",
-        }
-        figures = {"kept_bytes": strategy(config, case.batch, seq, recompute, every, case.precision).kept}
+            "kept_bytes": found.nbytes, "weight_casts_bytes": found.weight_casts, "blocks": found.by_block(),
+            "block": block, "modules": found.by_module(block), "largest_of": inside or "model",
+            "largest": [[r.module, list(r.shape), r.dtype, r.nbytes, r.made_by] for r in found.largest(5, inside)],
+        }  # fmt: skip
+        figures = {"kept_bytes": strategy(*shape[:3], recompute, every, case.precision).kept}
         about = record_config(size, year, "residuals", replace(case, config=chosen))
         yield Record("memory", about, environment, metrics=metrics, predicted=figures)
 
 
 def make_runs(settings: MemorySettings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]) -> list[Peak]:
     """Everything that is to be measured."""
-    runs = []
+    runs = list[Peak]()
     for size, case in cases:
-        bench = benches[case.precision]
-        if settings.segments:
-            shape = (case.config, case.batch, case.config.context_length, case.precision)
-            ways = neighbours(*shape)
-            if settings.recompute != "none":
-                chosen = strategy(*shape[:3], settings.recompute, settings.recompute_every, case.precision)
-                ways += [chosen] if chosen not in ways else []
-            runs += [
-                Peak(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways
-            ]
-        else:
-            modes = (settings.mode,) if settings.mode else PASSES
-            runs += [Peak(size, case, mode, bench) for mode in modes]
+        about: dict[str, Any] = {"size": size, "year": settings.year, "bench": benches[case.precision]}
+        for way in neighbours(*shape_of(case)) if settings.segments else ():
+            runs.append(Peak(case=replace(case, config=way.apply(case.config)), mode="activations", way=way, **about))
+        for mode in ("forward", "step") if not settings.segments else ():
+            runs.append(Peak(case=case, mode=mode, **about))
     return runs
 
 
@@ -267,7 +248,7 @@ def run(settings: MemorySettings) -> list[Record]:
         show_plan(runs, usable)
         with console.progress("memory", len(runs), sum(each.seconds for each in runs if each.fits)) as advance:
             for each in runs:
-                recorder.keep(measure(each, settings.year))
+                recorder.keep(each.measure())
                 advance(f"{each.size} {each.mode}")
     show(sheets(recorder.records))
     recorder.tell()

@@ -1,5 +1,7 @@
 """Tables of the records of `benchmarks.memory`: peaks, residuals and segments, for a terminal and as Markdown."""
 
+from itertools import groupby
+
 from benchmarks.lib.sheets import day, groups, machine
 from benchmarks.records import Record
 from cs336_systems.cost.capacity import describe_parts
@@ -44,10 +46,9 @@ def peak_row(record: Record) -> list[str]:
 
 def peak_sheet(records: list[Record], where: str) -> Table:
     """Peak memory of forward passes and steps."""
-    remarks = []
-    if any(record.status != "ok" for record in records):
-        remarks.append("(computed): does not fit this machine; the figures are the memory model's.")
-    return Table(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], "\n".join(remarks))
+    computed = "(computed): does not fit this machine; the figures are the memory model's."
+    note = computed * any(record.status != "ok" for record in records)
+    return Table(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], note)
 
 
 def recompute_name(record: Record) -> str:
@@ -61,16 +62,6 @@ def shape_title(record: Record) -> str:
     return f"{label(record)}, {record.config['precision']}, {machine(record)}, {day([record])}"
 
 
-def largest_rows(record: Record) -> list[list[str]]:
-    """The largest storages that one way of recomputing keeps."""
-    metrics = record.metrics
-    start = [recompute_name(record), metrics.get("largest_of", metrics["block"])]
-    return [
-        [*start, module, " x ".join(map(str, shape)), dtype, format_bytes(nbytes), maker]
-        for module, shape, dtype, nbytes, maker in metrics["largest"]
-    ]
-
-
 def residual_sheets(records: list[Record]) -> list[Table]:
     """Bytes that the largest shape keeps for backward, by block and inside a block, for every way of recomputing."""
     first, names = records[0].metrics, [recompute_name(record) for record in records]
@@ -81,7 +72,12 @@ def residual_sheets(records: list[Record]) -> list[Table]:
     remarks = ["model: kept outside of every module, by the loss. Counted on tensors without memory."]
     remarks += [f"Apart from these, autocast's copies of the weights: {format_bytes(casts)}."] if casts else []
     inside = grouped([record.metrics["modules"] for record in records])
-    largest = [row for record in records for row in largest_rows(record)]
+    largest = list[list[str]]()
+    for name, record in zip(names, records, strict=True):
+        where = record.metrics.get("largest_of", first["block"])
+        for module, shape, dtype, nbytes, maker in record.metrics["largest"]:
+            sizes = " x ".join(map(str, shape)), dtype, format_bytes(nbytes)
+            largest.append([name, where, module, *sizes, maker])
     return [
         Table(f"Bytes kept for backward by block, {title}", ("kept by", *names), rows, "\n".join(remarks)),
         Table(f"Inside {first['block']}, {title}", ("kept by", *names), inside),
@@ -91,45 +87,37 @@ def residual_sheets(records: list[Record]) -> list[Table]:
 
 def grouped(columns: list[dict[str, int]]) -> list[list[str]]:
     """A row for each name; neighbours that are equal in every column share one, `blocks.1 to blocks.11, each`."""
-    found: list[tuple[list[str], list[int]]] = []
-    for name in dict.fromkeys(name for column in columns for name in column):
-        values = [column.get(name, 0) for column in columns]
-        numbered = name.rpartition(".")[2].isdigit()
-        if found and numbered and found[-1][1] == values and found[-1][0][-1].rpartition(".")[2].isdigit():
-            found[-1][0].append(name)
-        else:
-            found.append(([name], values))
+    names = dict.fromkeys(name for column in columns for name in column)
+
+    def key(name: str) -> tuple[list[int], str]:
+        return [column.get(name, 0) for column in columns], "" if name.rpartition(".")[2].isdigit() else name
+
+    found = [(list(equal), values) for (values, _), equal in groupby(names, key)]
     return [
-        [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, each", *(format_bytes(each) for each in values)]
-        for names, values in found
+        [first if first == last else f"{first} to {last}, each", *map(format_bytes, values)]
+        for (first, *_, last), values in ((equal[:1] + equal, values) for equal, values in found)
     ]
-
-
-def segment_row(record: Record) -> list[str]:
-    """One way of recomputing."""
-    predicted = record.predicted
-    cells = [
-        recompute_name(record),
-        *(format_bytes(predicted[f"{key}_bytes"]) for key in ("kept", "recomputed", "peak")),
-    ]
-    if record.status != "ok":
-        return [*cells, "does not fit (computed)", ""]
-    measured = int(record.metrics["peak_bytes"])
-    return [*cells, format_bytes(measured), f"{measured / predicted['peak_bytes'] - 1:+.1%}"]
 
 
 def segment_sheet(records: list[Record]) -> Table:
     """The best length of a segment and its neighbours, of one shape."""
-    predicted = records[0].predicted
-    peaks = predicted["peak_by_length"]
+    rows, said = list[list[str]](), records[0].predicted
+    for record in records:
+        row = [recompute_name(record)]
+        row += [format_bytes(record.predicted[f"{key}_bytes"]) for key in ("kept", "recomputed", "peak")]
+        if record.status == "ok":
+            peak = int(record.metrics["peak_bytes"])
+            rows.append([*row, format_bytes(peak), f"{peak / record.predicted['peak_bytes'] - 1:+.1%}"])
+        else:
+            rows.append([*row, "does not fit (computed)", ""])
+    peaks = said["peak_by_length"]
     shown = ", ".join(f"{k}: {format_bytes(each)}" for k, each in enumerate(peaks, 1))
-    remarks = [
+    note = (
         f"Predicted best: segments of {1 + peaks.index(min(peaks))} of {len(peaks)} blocks; "
-        f"sqrt(L s / b) = {predicted['square_root_rule']:.2f}, sqrt(L) = {len(peaks) ** 0.5:.2f}.",
-        f"Predicted peak by length: {shown}.",
-    ]
-    title = f"Activations at their most, {shape_title(records[0])}"
-    return Table(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
+        f"sqrt(L s / b) = {said['square_root_rule']:.2f}, sqrt(L) = {len(peaks) ** 0.5:.2f}.\n"
+        f"Predicted peak by length: {shown}."
+    )
+    return Table(f"Activations at their most, {shape_title(records[0])}", SEGMENTS, rows, note)
 
 
 def sheets(records: list[Record]) -> list[Table]:

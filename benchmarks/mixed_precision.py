@@ -25,7 +25,6 @@ from benchmarks.lib.mixed_precision_parts import (
 )
 from benchmarks.lib.options import RecordOptions
 from benchmarks.records import Record
-from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
 from cs336_systems.host.machine import choose_device, environment
@@ -49,7 +48,6 @@ CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators s
 class MixedPrecisionSettings(RecordOptions):
     """Every field is an option of the command line."""
 
-    precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
 
@@ -66,14 +64,9 @@ class Sum:
 
 
 SUMS = (
-    Sum("fp32", "fp32"),
-    Sum("fp16", "fp16"),
-    Sum("fp32", "fp16"),
-    Sum("fp32", "fp16", cast=True),
-    Sum("bf16", "bf16"),
-    Sum("fp32", "bf16"),
-    Sum("fp32", "bf16", cast=True),
-)
+    Sum("fp32", "fp32"), Sum("fp16", "fp16"), Sum("fp32", "fp16"), Sum("fp32", "fp16", cast=True),
+    Sum("bf16", "bf16"), Sum("fp32", "bf16"), Sum("fp32", "bf16", cast=True),
+)  # fmt: skip
 
 
 def accumulate(case: Sum, device: torch.device) -> float:
@@ -167,22 +160,21 @@ def show_parts(title: str, tables: dict[Format, Parts], documented: dict[Format,
     console.console().print(Table(title, heads, rows, note, names=True).table())
 
 
-def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any]) -> list[Record]:
+def run_dtypes(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
     """Probe both models, print a table of each, and return a record of each model and precision."""
-    records: list[Record] = []
-    precisions: tuple[Format, ...] = (chosen,) if chosen else get_args(Format)
+    records, formats = list[Record](), get_args(Format)
     for model, run_probe in PROBES.items():
-        measured = {precision: run_probe(device, precision) for precision in precisions}
-        known: list[Format] = [precision for precision in precisions if model == TOY and precision != "fp32"]
+        measured = {precision: run_probe(device, precision) for precision in formats}
+        known = [precision for precision in formats if model == TOY and precision != "fp32"]
         documented = {precision: documented_for_cuda(precision) for precision in known}
         show_parts(f"{model}, under autocast on {stamp['device']}, torch {stamp['torch']}", measured, documented)
         for precision, parts in measured.items():
-            config = {"lesson": DTYPES_LESSON, "model": model, "precision": precision}
             metrics: dict[str, Any] = {"parts": {name: vars(part) for name, part in parts.items()}}
             if precision in documented:
                 metrics["documented_for_cuda"] = documented[precision]
                 for remark in remarks(parts, documented[precision], precision, device):
                     console.console().print(remark, markup=False, soft_wrap=True)
+            config = {"lesson": DTYPES_LESSON, "model": model, "precision": precision}
             records.append(Record("mixed_precision", config, stamp, metrics=metrics))
     return records
 
@@ -193,15 +185,13 @@ def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any
 def main(lesson: str, **options: Any) -> None:
     """Print the results of the course's sums in each number format, and the dtype of every part under autocast."""
     settings = MixedPrecisionSettings(**options)
-    if settings.precision and lesson == ACCUMULATION:
-        raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")
     device = choose_device(settings.device)
     recorder = settings.recorder("mixed_precision", device)
     stamp = environment(device, settings.commit)
     if lesson != DTYPES_LESSON:
         recorder.keep(*run_accumulation(device, stamp))
     if lesson != ACCUMULATION:
-        recorder.keep(*run_dtypes(settings.precision, device, stamp))
+        recorder.keep(*run_dtypes(device, stamp))
     recorder.tell()
 
 

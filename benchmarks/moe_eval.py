@@ -3,7 +3,7 @@
 
 Like fairseq's eval_lm (branch moe), it computes loss in bits and perplexity over blocks of a text, with the experts
 split over the ranks. `--moe einsum` computes as it does and counts its operators beside a published profile; `--moe
-both` lets the sorted formulation take turns with it. Weights are random, by --seed: only times and counts matter.
+both` lets the sorted formulation take turns with it. Weights are random: only times and counts matter.
 """
 
 import sys
@@ -16,11 +16,10 @@ import torch
 
 from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls
-from benchmarks.lib.expert_model import build
-from benchmarks.lib.expert_record import make_record, ratios
+from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls, make_record
 from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
 from benchmarks.lib.options import RankOptions
+from benchmarks.rank_times import line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
@@ -31,29 +30,16 @@ from cs336_systems.host.console import format_seconds, os_errors, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.layout import check_divides, check_experts
-from cs336_systems.presets import Attention, Dispatch, ModelConfig, preset
+from cs336_systems.presets import Dispatch, ModelConfig, preset
 from cs336_systems.profiling import read_trace, trace_files
 from cs336_systems.profiling.report import write_report
 from cs336_systems.train.options import COUNT, NATURAL, ExpertOptions
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What makes a smoke run short, in place of what was said.
-SMOKE: dict[str, Any] = {
-    "d_model": 16,
-    "num_heads": 2,
-    "vocab_size": 256,
-    "context": 32,
-    "batches": 1,
-    "num_experts": 8,
-}
+SMOKE: dict[str, Any] = {"d_model": 16, "vocab_size": 256, "context": 32, "batches": 1, "num_experts": 8}
 KEPT = 0.1  # of the text, at its end, is what is evaluated
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
-RATIOS = {
-    "cpu_per_layer": "CPU time of an expert layer",
-    "cpu_per_batch": "CPU time of a batch",
-    "seconds": "wall time",
-    "bytes_per_all_to_all": "bytes of an all-to-all",
-}
 
 
 @dataclass(frozen=True)
@@ -62,21 +48,18 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
 
     size: str = setting("fairseq-moe-twin", "Model preset.")
     d_model: int | None = setting(None, "Width; the MLP's hidden width is 4 times it.", type=COUNT)
-    num_heads: int | None = setting(None, "Attention heads.", type=COUNT)
     num_layers: int | None = setting(None, "Number of layers.", type=COUNT)
     vocab_size: int | None = setting(None, "Vocabulary size; 256 at least, because text is bytes.", type=COUNT)
-    attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
     context: int | None = setting(None, "Tokens in a block.  [default: the preset's]", type=COUNT)
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting("fp32", "Dtype of weights and activations.")
     data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
     batch_size: int = setting(1, "Blocks per batch, on each rank.", type=COUNT)
     batches: int = setting(5, "Batches of each rank, or fewer if the text is short.", type=COUNT)
-    all_blocks: bool = setting(False, "Evaluate the whole text instead of --batches.")
     warmup: int = setting(1, "Untimed batches before the timed ones.", type=NATURAL)
     moe: Literal["sort", "einsum", "both"] | None = setting(  # type: ignore[assignment]
         None, "Dispatch by a sort, by one-hot tensors, or both in turn.  [default: sort; with --profile both]"
     )
-    words: How = setting("fast", "Reading words' log-probabilities: none, fast (a copy per batch), slow (one by one).")
+    words: How = setting("fast", "Reading words' log-probabilities: fast (a copy per batch), or slow (one by one).")
     profile: bool = setting(False, "Write traces, tables and one trace of all ranks to --out.")
     out: Path | None = setting(None, "Folder for the profile.  [default: runs/moe_eval/<size>]")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)
@@ -84,7 +67,6 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
     ep: int | None = setting(
         None, "Expert-parallel ranks.  [default: the rest, or as many as there are experts]", type=COUNT
     )
-    seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
 
     def config(self) -> ModelConfig:
         """The model. Raises UserError for one that cannot be."""
@@ -94,8 +76,6 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
             d_model=self.d_model,
             d_ff=4 * self.d_model if self.d_model else None,
             num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            attention=self.attention,
             dropout=0.0,
         )
         if not shape.causal:
@@ -133,23 +113,18 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
         check_length(kept, config.context_length)
         return Blocks(kept.tokens, config.context_length, kept.name)
 
-    def count(self, blocks: Blocks, data: int) -> int:
-        """Batches of each of `data` ranks."""
-        there = blocks.batches(data, self.batch_size)
-        return there if self.all_blocks else min(self.batches, there)
-
 
 def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
     """Results of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
     variants = settings.variants()
     for _ in range(settings.warmup):
         for dispatch in variants:
-            scorer.take(0, scorer.new_tally(dispatch), "none")
+            scorer.take(0, scorer.new_tally(dispatch), settings.words)
     tallies = [scorer.new_tally(dispatch) for dispatch in variants]
     with console.progress("batches", batches * len(variants), quiet=quiet) as advance:
         for number in range(batches):
             for tally in tallies:
-                scorer.line_up()
+                line_up(scorer.mesh.world, scorer.device)
                 scorer.take(number, tally, settings.words)
                 advance(tally.dispatch)
     return [scorer.share(tally) for tally in tallies]
@@ -175,9 +150,8 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
         mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
         rows, dtype = settings.batch_size, DTYPES[settings.precision]
-        evaluated = build(config, mesh, settings.seed, device, dtype, rows, config.context_length, free)
-        scorer = Scorer(evaluated, blocks, mesh, device, rows)
-        batches = settings.count(blocks, mesh.data.size())
+        scorer = Scorer(config, blocks, mesh, device, dtype, rows, free)
+        batches = min(settings.batches, blocks.batches(mesh.data.size(), rows))
         outcomes = take_turns(scorer, settings, batches, quiet)
         every = profile(scorer, settings, min(batches, PROFILED), quiet)
         agree("the traces are written", "", group)
@@ -187,13 +161,11 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         if quiet:
             return
         stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
-        chosen = {name: getattr(settings, name) for name in ("size", "precision", "words", "seed")}
+        chosen = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {"seed": 0}
         records = []
         for outcome, ranks in zip(outcomes, every, strict=True):
             chosen["in_turn_with"] = [each for each in settings.variants() if each != outcome.dispatch]
             records.append(make_record(scorer, outcome, ranks, chosen, dtype.itemsize, stamp))
-        if len(outcomes) > 1:
-            records[1].metrics["ratios"] = ratios(*outcomes)
         report(settings, scorer, outcomes, records)
     recorder = settings.recorder("moe_eval", device)
     recorder.keep(*records)
@@ -203,9 +175,8 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
 def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
     """Print and write the results of all ranks, on rank 0."""
     blocks, config, out = scorer.blocks, scorer.config, console.console()
-    weights = "random weights" if settings.seed == 0 else f"random weights, seed {settings.seed}"
     print(
-        f"{settings.size}, {weights}: {config.num_layers} layers, {config.expert_layers} of them with "
+        f"{settings.size}, random weights: {config.num_layers} layers, {config.expert_layers} of them with "
         f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
     )
     print(
@@ -214,10 +185,13 @@ def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], r
         f"({scorer.mesh or 'one process'})"
     )
     for outcome in outcomes:
-        print("\n".join(score_lines(outcome, settings.words)))
+        print(f"{outcome.dispatch}: {score(outcome.metrics)}")
     show(evaluations(records), records)
     if len(records) > 1:
-        named = (f"{RATIOS[name]} {value:.1f} x" for name, value in records[1].metrics["ratios"].items())
+        einsum, sort = records[0].metrics, records[1].metrics
+        times = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
+        times |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
+        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in times.items() if sort[key])
         print("einsum over sort: " + ", ".join(named))
     for record in records:
         if record.config["moe"] == "einsum":
@@ -230,28 +204,26 @@ def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], r
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
 
 
-def score_lines(outcome: Outcome, words: str) -> list[str]:
+def score(found: dict[str, Any]) -> str:
     """Loss, perplexity and speed, as eval_lm logs them, and how evenly the router chose."""
-    least, most, load = outcome.seconds(words=False), outcome.seconds(words=True), outcome.load
-    without = f"; {outcome.tokens / least:,.0f} without reading words ({words})" if words != "none" else ""
-    lines = [
-        f"evaluated {outcome.tokens:,} tokens in {format_seconds(most)} "
-        f"({outcome.tokens / most:,.0f} tokens/s{without})",
-        f"loss (base 2) {outcome.loss:.6f}, perplexity {outcome.perplexity:,.2f}",
-    ]
-    if load:
-        lines.append(
-            f"{load['dropped']:.2%} of all choices dropped ({load['dropped_first']:.2%} of first ones); the most "
-            f"loaded fifth of the experts has {load['most_loaded_share']:.1%} of the choices, the least "
-            f"{load['least_loaded_share']:.1%}; {load['unused_experts']:.1f} experts of a layer unused"
-        )
-    return [f"{outcome.dispatch}: {line}" for line in lines]
+    line = (
+        f"loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; {found['tokens']:,} tokens in "
+        f"{format_seconds(found['tokens'] / found['tokens_per_s'])}, without reading words "
+        f"{format_seconds(found['tokens'] / found['tokens_per_s_without_words'])}"
+    )
+    if "dropped" not in found:
+        return line
+    return line + (
+        f"; {found['dropped']:.2%} of all choices dropped ({found['dropped_first']:.2%} of first ones); the most "
+        f"loaded fifth of the experts has {found['most_loaded_share']:.1%} of the choices, the least "
+        f"{found['least_loaded_share']:.1%}; {found['unused_experts']:.1f} experts of a layer unused"
+    )
 
 
 def compared(record: Record) -> str:
     """Compare the numbers of calls with those that follow from the shape, and with the published ones: a line."""
     counted, due = record.metrics["calls"], derived(record)
-    wrong = [f"{name} {each.count:,}" for name, each in due.items() if set(counted[name]) != {each.count}]
+    wrong = [f"{name} {count:,}" for name, (count, _) in due.items() if set(counted[name]) != {count}]
     line = f"{len(due) - len(wrong)} of {len(due)} numbers that follow from the shape came out"
     line += f", but not {', '.join(wrong)}" if wrong else ""
     same = sum(set(counted[name]) == {count} for name, count in PUBLISHED.items())

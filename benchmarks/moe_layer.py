@@ -8,28 +8,18 @@ core, which are no properties of the formulation.
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
-import torch
 
-from benchmarks.expert_tables import layers
-from benchmarks.expert_tables import show as show_table
-from benchmarks.lib.expert_layer import (
-    DEVICE,
-    Bench,
-    LayerSettings,
-    Way,
-    ceilings,
-    check_ranks,
-    shape,
-    too_large,
-)
-from benchmarks.lib.expert_turns import Candidate, take_turns
+from benchmarks.expert_tables import layers, show
+from benchmarks.lib.expert_layer import Bench, LayerSettings, Way
+from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
 from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
-from cs336_systems.comm import Place, distributed, find_place
-from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.comm import Group
+from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -43,74 +33,43 @@ class MoELayerSettings(LayerSettings):
     """Options of the command line, one field each."""
 
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
-    top_k: int = setting(2, "Experts per token.", type=click.IntRange(1, 2))
     eval_fraction: float = setting(
         0.05, "Capacity of an expert, as a share of a rank's tokens.", type=click.FloatRange(0, 1, min_open=True)
     )
-    skew: float = setting(0.0, "Preference of tokens for the same experts; 0: little.", type=click.FloatRange(0, 100))
-    backward: bool = setting(False, "Time forward and backward, not forward alone.")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
     rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
     steps: int = setting(3, "Timed passes per turn.", type=COUNT)
-    link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
-    def ways(self) -> list[Way]:
-        """The candidates, the baseline second. Raises UserError for a layer that cannot be."""
-        mixture = Mixture(top_k=self.top_k, eval_fraction=self.eval_fraction, dispatch="einsum")
-        einsum = Way("einsum", shape(self.experts, self.tokens, self.d_model, self.d_ff, mixture))
-        dropless = einsum.changed("sort, dropless", dispatch="sort", eval_fraction=0.0)
-        return [einsum, einsum.changed("sort", dispatch="sort"), dropless]
+    def sort(self) -> Way:
+        """The sorted layer. Raises UserError for one that cannot be."""
+        return self.way("sort", self.experts, Mixture(eval_fraction=self.eval_fraction))
 
 
-def check(bench: Bench, ways: list[Way]) -> float:
-    """The gate: check the layer as it will be timed, if the one-hot tensors fit into memory, and with a single slot per
-    expert, which drops tokens. Returns the largest relative error. Raises WrongResultError."""
-    einsum, sort, dropless = ways
-    errors = [bench.check(sort, bench.tokens), bench.check(dropless)]
-    # As many tokens as the gate looks at with the slots of `einsum`; a share of 1 / tokens is one slot.
-    few = bench.fewer(einsum)
-    errors.append(bench.check(sort.changed("sort, one slot", eval_fraction=1 / few), few))
-    return max(errors)
+def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
+    """The candidates, after the gate, which also looks at a single slot per expert: that drops tokens. Raises UserError
+    if the one-hot tensors do not fit, and WrongResultError for a layer that computes something else."""
+    sort, about = settings.sort(), about | {"eval_fraction": settings.eval_fraction, "link": ""}
+    bench = Bench(sort.config, 0.0, group)
+    found = cell(bench, sort, about)
+    if len(found) < 2:
+        raise UserError(f"{sort.too_large(settings.tokens, group)}: choose fewer experts, tokens or slots")
+    few = bench.fewer(sort)  # a share of 1 / few is one slot
+    bench.check(sort.changed("sort, one slot", eval_fraction=1 / few), few)
+    dropless = sort.changed("sort, dropless", eval_fraction=0.0)
+    bench.check(dropless)
+    return [*found, Candidate(bench, dropless, about, found[1])]
 
 
-def show(records: list[Record]) -> None:
+def tell(records: list[Record]) -> None:
     """Print the table, and its ratios in words."""
     einsum, sort, config = *records[:2], records[0].config
-    show_table(layers(records), records)
-    passes = "forward and backward" if config["backward"] else "forward"
-    words = f"{passes}, top {config['top_k']}, {config['slots']} slots an expert: einsum takes "
+    show(layers(records), records)
+    words = f"forward, top {config['top_k']}, {config['slots']} slots an expert: einsum takes "
     words += f"{einsum.metrics['ratio_median']:.3g} times the CPU time of sort"
     words += f" (and {einsum.predicted['flops'] / sort.predicted['flops']:.3g} times the FLOPs)"
     if "bytes_ratio" in einsum.metrics:
         words += f", and {einsum.metrics['bytes_ratio']:.4g} times the bytes of all-to-all"
     console.console().print(words)
-
-
-def work(place: Place, settings: MoELayerSettings) -> None:
-    """One rank's part. Raises UserError, and WrongResultError for a candidate that computes something else."""
-    torch.set_num_threads(settings.threads)
-    ways, tokens = settings.ways(), settings.tokens
-    with distributed(DEVICE, "gloo", settings.timeout, place) as group:
-        check_ranks(settings.experts, group.size())
-        if reason := too_large(ways[0], tokens, settings.backward, group):
-            raise UserError(f"{reason}: choose fewer experts, tokens or slots")
-        hardware = ceilings(group, 0.02 if settings.smoke else 0.3)
-        bench = Bench(ways[1].config, settings.skew, group, settings.backward)
-        error = check(bench, ways)
-        if group.rank() == 0:
-            print(f"gate: sort is einsum within {error:.1e}")
-        nodes = place.world_size // place.local_world_size
-        about = {"eval_fraction": settings.eval_fraction, "nodes": nodes, "link": settings.link or ""}
-        candidates = [Candidate(bench, way, settings.steps, about) for way in ways]
-        for each in candidates:
-            each.baseline = candidates[1]
-        records = take_turns("moe_layer", candidates, settings.rounds, hardware, settings.commit)
-    if not records:
-        return
-    show(records)
-    recorder = settings.recorder("moe_layer", DEVICE)
-    recorder.keep(*records)
-    recorder.tell()
 
 
 @click.command()
@@ -120,13 +79,9 @@ def main(**options: Any) -> None:
     settings = MoELayerSettings(**options)
     if settings.smoke:
         settings = replace(settings, **SMOKE)
-    here = find_place()
-    settings.ways()
-    nproc = settings.nproc if here.world_size > 1 else settings.nproc or 2
-    check_ranks(settings.experts, here.world_size if here.world_size > 1 else nproc or 1)
-    if here.rank == 0:
-        settings.recorder("moe_layer", DEVICE)
-    start_ranks(work, "cpu", nproc, settings)
+    settings.sort()
+    counts = rank_counts([settings.nproc] if settings.nproc else [], [2], [settings.experts])
+    run(settings, "moe_layer", counts, partial(enter, settings), tell)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,14 @@ from benchmarks.gate import check as check_model
 from benchmarks.lib.model_options import ModelOptions
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.lib.profiling_pictures import leave_pictures, memory_snapshot
-from benchmarks.lib.profiling_record import beside_measured, make_record, predicted
+from benchmarks.lib.profiling_record import (
+    BUCKET_SIZE_MB,
+    beside_measured,
+    leave_pictures,
+    make_record,
+    memory_snapshot,
+    predicted,
+)
 from benchmarks.lib.turns import ADAMW, check
 from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
@@ -42,6 +48,7 @@ from cs336_systems.zero import WRAPPERS
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
 BUILDS: dict[str, Build] = {"none": alone} | {name: wrapped(kind) for name, kind in WRAPPERS.items()}
+BUILDS["bucketed"] = wrapped(partial(WRAPPERS["bucketed"], bucket_size_mb=BUCKET_SIZE_MB))
 BUILDS |= {f"zero{number}": stage(number) for number in (1, 2, 3)} | {"torch-ddp": torch_ddp}
 
 
@@ -55,13 +62,11 @@ class ProfilingSettings(ModelOptions):
     wrapper: str | None = setting(
         None, "Data-parallel wrapper.  [default: bucketed, or none for one rank]", type=click.Choice(list(BUILDS))
     )
-    bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)
     backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     warmup: int = setting(2, "Steps before the profiled ones.", type=click.IntRange(0))
     steps: int = setting(2, "Profiled steps.", type=COUNT)
-    stack: bool = setting(False, "Also record Python's stack frames; slower.")
     nvtx: bool = setting(False, "Add NVTX ranges of the same names, for nsys (CUDA).")
     out: Path | None = setting(None, "Folder for the output.  [default: runs/profile/<size>-<wrapper>]")
 
@@ -83,13 +88,6 @@ class ProfilingSettings(ModelOptions):
         return self.out or Path("runs/profile") / f"{self.size}-{self.chosen(ranks)}"
 
 
-def builder(wrapper: str, bucket_size_mb: float) -> Build:
-    """Return the function that wraps a model for training."""
-    if wrapper == "bucketed":
-        return wrapped(partial(WRAPPERS[wrapper], bucket_size_mb=bucket_size_mb))
-    return BUILDS[wrapper]
-
-
 def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Group, folder: Path) -> list[Event]:
     """Warm up, and profile the steps after that, timing their phases as well; returns the collectives of one step."""
     device, model = case.device, case.make_model(case.config)
@@ -98,18 +96,10 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
     tokens, targets = replace(case, seed=1 + group.rank()).make_batch(case.config, case.batch)
     set_matmul_precision(device, case.precision)
     capture = Capture(
-        folder,
-        group,
-        trained.model,
-        trained.optimizer,
-        warmup=settings.warmup,
-        steps=settings.steps,
-        device=device,
-        tags=not case.compiled,
-        stack=settings.stack,
-        nvtx=settings.nvtx,
+        folder, group, trained.model, trained.optimizer, settings.warmup, settings.steps, device,
+        tags=not case.compiled, nvtx=settings.nvtx,
         meta={"size": settings.size, "wrapper": settings.chosen(group.size()), "device": device_name(device)},
-    )
+    )  # fmt: skip
     timers = Timers(device, group)
     snapshot = memory_snapshot(folder / SNAPSHOT) if device.type == "cuda" and group.rank() == 0 else nullcontext()
     with capture, snapshot, console.progress("steps", capture.total, quiet=group.rank() > 0) as advance:
@@ -141,7 +131,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
     backend = settings.backend or ("nccl" if device.type == "cuda" else "gloo")
     case = settings.case(settings.size, device)
     wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
-    build = builder(wrapper, settings.bucket_size_mb)
+    build = BUILDS[wrapper]
     share = place.local_world_size if device.type == "cpu" else 1
     seq, usable = case.config.context_length, usable_memory(device) // share
     require_fit(settings.size, case.config, case.batch, seq, "step", case.needs, usable, modes=())

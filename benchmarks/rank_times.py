@@ -1,6 +1,8 @@
 """Times of operations that several ranks run together; the slowest rank's counts."""
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +19,18 @@ def gather_times(samples_ms: Sequence[float], group: Group, device: torch.device
     return times.cpu()
 
 
+def now(device: torch.device) -> float:
+    """Seconds on the clock, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def line_up(group: Group, device: torch.device) -> None:
+    """Let the ranks start as one."""
+    all_reduce(torch.zeros(1, device=device), group, "line up").wait()
+
+
 def time_ranks(
     run: Callable[[], object],
     group: Group,
@@ -30,10 +44,5 @@ def time_ranks(
     A small all-reduce before each, untimed, lets the ranks start as one; what they all waited for is then
     `times.amax(dim=0)`.
     """
-    token = torch.zeros(1, device=device)
-
-    def line_up() -> None:
-        all_reduce(token, group, "line up").wait()
-
-    done = measure({"run": run}, device, warmup, steps, before=line_up, advance=advance)
+    done = measure({"run": run}, device, warmup, steps, before=partial(line_up, group, device), advance=advance)
     return gather_times(done.samples_ms["run"], group, device)

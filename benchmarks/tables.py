@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import checkpoint_tables, long_context, memory_tables
+from benchmarks import checkpoints, long_context, memory_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
@@ -79,7 +79,7 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     """
     make = {
         "parallel": parallel_tables, "kernels": kernel_tables, "scaling": scaling_tables, "experts": expert_tables,
-        "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoint_tables.sheets),
+        "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoints.sheets),
         "memory": lambda results: pages(results, "memory", memory_tables.sheets),
         "context": lambda results: pages(results, "long_context", long_context.sheets, shared=True),
         "e2e": lambda results: pages(results, "e2e", passes),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected, spread
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import model_preset
@@ -56,9 +56,8 @@ def calls_table(book: Book, cited: Citation, record: Record | None) -> Table:
         config = replace(model_preset(record.config["size"]), attention="naive")
         due = expected(config, record.config["ep"], record.config["batches"])
         for name, theirs in (PUBLISHED | OF_WORDS).items():
-            each = metric(record, "calls")[name]
-            mine = f"{each[0]:,}" if len(set(each)) == 1 else f"{min(each):,} to {max(each):,}"
-            why = due[name].why if name in due else "reads of words, mostly"
+            mine = spread(metric(record, "calls")[name])
+            why = due[name][1] if name in due else "reads of words, mostly"
             rows.append([markdown_code(name), mine, f"{theirs:,}", why])
     one = Citation(cited.benchmark, COMPARE, (record,) if record else (), cited.keys)
     return Table(book, ("<calls", "ours, each rank", "published", "<which is"), rows, one)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.profiling_pictures import picture_beside, tables_beside
+from benchmarks.lib.profiling_record import picture_beside, tables_beside
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.figures import Figure, picture
@@ -19,7 +19,7 @@ def folder(book: Book) -> Path:
 
 
 def tables(book: Book, record: Record) -> dict[str, Any] | None:
-    """The tables of rank 0, as `benchmarks.lib.profiling_pictures.as_json` has them, or None if the run left none."""
+    """The tables of rank 0, as `benchmarks.lib.profiling_record.as_json` has them, or None if the run left none."""
     name = str(record.metrics.get("pictures", ""))
     return tables_beside(folder(book), record) if BELOW.fullmatch(name) else None
 

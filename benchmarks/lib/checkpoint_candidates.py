@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_stat
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError
+from benchmarks.rank_times import now
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save
 from cs336_systems.comm import Group, agree
@@ -30,12 +29,17 @@ TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function to time, what runs `after` it untimed, the check of its result, and its baseline."""
+    """A function to time, its baseline, what runs `after` it untimed, and for one that saves how the gate loads."""
 
     run: Callable[[], object]
-    after: Callable[[], object]
-    check: Callable[[], None]
     rival: str
+    after: Callable[[], object] = lambda: None
+    load: Callable[[], object] | None = None
+
+    def save(self) -> None:
+        """Run it to its end."""
+        self.run()
+        self.after()
 
 
 class Bench:
@@ -46,28 +50,23 @@ class Bench:
         self.trainer = Trainer(recipe)
         self.trainer.step(0)
         self.state = RunState(self.trainer)
-        self.token = torch.zeros(1, device=device)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
         self.number = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the run by name and kind, as DCP and torch.save take them: the same on all ranks."""
         found = {f"{name}/value": parameter.detach() for name, parameter in self.state.parameters.items()}
-        for slot_name, state in self._optimizer_state():
-            found |= {f"{slot_name}/{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
+        for optimizer in self.state.part.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self.state.names[parameter]  # type: ignore[index]
+                found |= {f"{name}/{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found
-
-    def _optimizer_state(self) -> list[tuple[str, dict[str, Any]]]:
-        names, optimizers = self.state.names, self.state.part.optimizers
-        return [(names[p], state) for each in optimizers for p, state in each.state.items()]  # type: ignore[index]
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Seconds that a function takes on this rank, including its device's work."""
-        begin = time.perf_counter()
+        begin = now(self.device)
         run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begin
+        return now(self.device) - begin
 
     @torch.no_grad()
     def check(self, name: str, save_it: Callable[[], object], load_it: Callable[[], object]) -> None:
@@ -102,16 +101,10 @@ def ours(bench: Bench) -> dict[str, Candidate]:
     def load_it() -> None:
         bench.state.restore(open_checkpoint(list_checkpoints(parent)[-1], bench.group))
 
-    def begin_and_finish() -> None:
-        begin()
-        saver.finish()
-
     return {
-        OURS: Candidate(save_it, nothing, lambda: bench.check(OURS, save_it, load_it), DCP_SAVE),
-        BACKGROUND: Candidate(
-            begin, saver.finish, lambda: bench.check(BACKGROUND, begin_and_finish, load_it), DCP_SAVE
-        ),
-        LOAD: Candidate(load_it, nothing, nothing, DCP_LOAD),
+        OURS: Candidate(save_it, DCP_SAVE, load=load_it),
+        BACKGROUND: Candidate(begin, DCP_SAVE, saver.finish, load_it),
+        LOAD: Candidate(load_it, DCP_LOAD),
     }
 
 
@@ -143,15 +136,11 @@ def theirs(bench: Bench) -> dict[str, Candidate]:
             tensor.copy_(loaded[key])
 
     return {
-        DCP_SAVE: Candidate(dcp_save, forget, lambda: bench.check(DCP_SAVE, dcp_save, dcp_load), DCP_SAVE),
-        DCP_LOAD: Candidate(dcp_load, nothing, nothing, DCP_LOAD),
-        TORCH_SAVE: Candidate(torch_save, nothing, lambda: bench.check(TORCH_SAVE, torch_save, torch_load), DCP_SAVE),
-        TORCH_LOAD: Candidate(torch_load, nothing, nothing, DCP_LOAD),
+        DCP_SAVE: Candidate(dcp_save, DCP_SAVE, forget, dcp_load),
+        DCP_LOAD: Candidate(dcp_load, DCP_LOAD),
+        TORCH_SAVE: Candidate(torch_save, DCP_SAVE, load=torch_load),
+        TORCH_LOAD: Candidate(torch_load, DCP_LOAD),
     }
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 def predict(bench: Bench) -> dict[str, float]:

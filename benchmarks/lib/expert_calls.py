@@ -1,4 +1,4 @@
-"""Calls and times by name that the profiler counts during an evaluation, on every rank; and the published numbers.
+"""Calls and times by name that the profiler counts during an evaluation; the published numbers; the record.
 
 fairseq's eval_lm was profiled on a 15B mixture of experts: four V100 evaluated five batches of one block of 2048 tokens
 each, 12 layers, every second with 512 experts, of which a rank has 128. Every matrix product of that is determined
@@ -8,16 +8,22 @@ The figures are those of the published table of rank 1.
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, tagged
-from benchmarks.lib.expert_scores import How, Scorer
+from benchmarks.harness import noise
+from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, TAGS, WITH, WITHOUT, tagged
+from benchmarks.lib.expert_scores import How, Outcome, Scorer
+from benchmarks.lib.scaling_record import affinity
+from benchmarks.rank_times import line_up
+from benchmarks.records import Record
 from cs336_systems.comm import agree
+from cs336_systems.cost import experts as cost
 from cs336_systems.presets import Dispatch, ModelConfig
 from cs336_systems.profiling import Capture
 from cs336_systems.profiling.capture import quiet_profiler
@@ -44,41 +50,29 @@ PUBLISHED = {
 OF_WORDS = {"aten::item": 40_995, "aten::select": 51_220}
 
 
-@dataclass(frozen=True)
-class Derivation:
-    """Explanation of an operator's number of calls."""
-
-    count: int
-    why: str
-
-
-def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, Derivation]:
-    """Calls of each operator in the one-hot formulation, on each of `ranks` expert-parallel ranks; nothing for a model
-    with other matrices than fairseq's."""
+def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, tuple[int, str]]:
+    """(calls, why so many) of each operator in the one-hot formulation, on each of `ranks` expert-parallel ranks;
+    nothing for a model with other matrices than fairseq's."""
     if (config.bias, config.feed_forward, config.attention) != (True, "gelu", "naive") or config.mixture.shared_expert:
         return {}
     layers, mixed = config.num_layers, config.expert_layers
     dense, local = layers - mixed, config.num_experts // ranks
     addmm, apart = batches * 2 * (mixed * local + dense), batches * (4 * layers + mixed + 1)
     all_to_all = 2 * mixed * batches if ranks > 1 else 0
+    top_k, spans = config.mixture.top_k, {WITH: mixed, WITHOUT: dense, ATTENTION: layers, MOE: mixed}
     return {
-        "aten::addmm": Derivation(addmm, f"{batches} x 2 x ({mixed} layers x {local} experts + {dense} dense)"),
-        "aten::linear": Derivation(
-            addmm + apart, f"addmm + {batches} x (4 x {layers} attention + {mixed} routers + 1)"
+        "aten::addmm": (addmm, f"{batches} x 2 x ({mixed} layers x {local} experts + {dense} dense)"),
+        "aten::linear": (addmm + apart, f"addmm + {batches} x (4 x {layers} attention + {mixed} routers + 1)"),
+        "aten::matmul": (apart, "linear layers whose bias is not part of the product"),
+        "aten::mm": (apart + 2 * mixed * batches, f"matmul + 2 one-hot products x {mixed} x {batches}"),
+        "aten::gelu": (addmm // 2, "one between two addmm"),
+        "aten::bmm": (
+            batches * (2 * layers + top_k * mixed),
+            f"{batches} x (2 x {layers} attention + {top_k} outer products x {mixed})",
         ),
-        "aten::matmul": Derivation(apart, "linear layers whose bias is not part of the product"),
-        "aten::mm": Derivation(apart + 2 * mixed * batches, f"matmul + 2 one-hot products x {mixed} x {batches}"),
-        "aten::gelu": Derivation(addmm // 2, "one between two addmm"),
-        "aten::bmm": Derivation(
-            batches * (2 * layers + config.mixture.top_k * mixed),
-            f"{batches} x (2 x {layers} attention + {config.mixture.top_k} outer products x {mixed})",
-        ),
-        ALL_TO_ALL: Derivation(all_to_all, f"there and back, {mixed} x {batches}"),
-        DECODER: Derivation(batches, "batches"),
-        WITH: Derivation(mixed * batches, f"{mixed} x {batches}"),
-        WITHOUT: Derivation(dense * batches, f"{dense} x {batches}"),
-        ATTENTION: Derivation(layers * batches, f"{layers} x {batches}"),
-        MOE: Derivation(mixed * batches, f"{mixed} x {batches}"),
+        ALL_TO_ALL: (all_to_all, f"there and back, {mixed} x {batches}"),
+        DECODER: (batches, "batches"),
+        **{name: (count * batches, f"{count} x {batches}") for name, count in spans.items()},
     }
 
 
@@ -91,25 +85,20 @@ def count_calls(
     tally, world, device = scorer.new_tally(dispatch), scorer.mesh.world, scorer.device
 
     def score() -> None:
-        scorer.line_up()
-        with tagged(scorer.evaluated.model), record_function(RUN):
+        line_up(world, device)
+        with tagged(scorer.model), record_function(RUN):
             for number in range(batches):
                 with record_function(f"step {number}"), record_function("forward"):
                     scorer.take(number, tally, how)
 
     if folder is not None:
-        with Capture(folder, world, scorer.evaluated.model, steps=batches, device=device, meta=about) as capture:
+        with Capture(folder, world, scorer.model, steps=batches, device=device, meta=about) as capture:
             score()
         run = capture.profiler
     else:
-        run = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")])
-        with quiet_profiler():
-            run.start()
-        try:
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+        with quiet_profiler(), profile(activities=activities) as run:
             score()
-        finally:
-            with quiet_profiler():
-                run.stop()
     return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run), allow_nan=False), world)]
 
 
@@ -133,17 +122,36 @@ def calls_of(run: profile) -> Calls:
     return found | {name: [count, 0] for name, count in operators.items()}
 
 
-def calls(ranks: list[Calls], name: str) -> list[int]:
-    """Number of calls of an operator on each rank."""
-    return [each.get(name, [0, 0])[0] for each in ranks]
+def spread(counts: Sequence[int]) -> str:
+    """`7,740`, or `7,740 to 7,800` where ranks differ."""
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
 
 
-def seconds(ranks: list[Calls], name: str) -> list[float]:
-    """Seconds that each rank spent in a span that is no operator."""
-    return [each.get(name, [0, 0])[1] / 1e9 for each in ranks]
-
-
-def waiting(ranks: list[Calls]) -> list[float]:
-    """Share of the evaluation that each rank waited in all-to-alls."""
-    waits, runs = seconds(ranks, "wait all-to-all"), seconds(ranks, RUN)
-    return [wait / run if run else 0.0 for wait, run in zip(waits, runs, strict=True)]
+def make_record(
+    scorer: Scorer, outcome: Outcome, ranks: list[Calls], chosen: dict[str, Any], width: int, stamp: dict[str, Any]
+) -> Record:
+    """The record of a formulation. `chosen` are options that it quotes, `width` the bytes of a number, `stamp` is the
+    machine's environment."""
+    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
+    what: dict[str, Any] = chosen | {
+        "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
+        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
+        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
+        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(outcome.samples_ms),
+        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
+    }  # fmt: skip
+    names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
+    times = [(each.get("wait all-to-all", [0, 0])[1], each.get(RUN, [0, 0])[1]) for each in ranks]
+    metrics = outcome.metrics | {
+        "waiting": [wait / run if run else 0.0 for wait, run in times],  # of the evaluation, in all-to-alls
+        "calls": {name: [each.get(name, [0, 0])[0] for each in ranks] for name in names},
+    }
+    predicted: dict[str, Any] = {}
+    if config.num_experts and sizes["ep"] > 1:
+        config = replace(config, mixture=replace(mixture, dispatch=outcome.dispatch))
+        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
+        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, width)
+    flags = noise(metrics)
+    if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
+        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
+    return Record("moe_eval", what, stamp, outcome.samples_ms, metrics, predicted, flags)

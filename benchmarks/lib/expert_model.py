@@ -1,9 +1,9 @@
 """The model that `moe_eval` evaluates: laid out over ranks, switched between formulations, and tagged from outside."""
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,26 +46,20 @@ class Projection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-@dataclass
-class Evaluated:
-    """A model without gradients whose formulation of experts can be changed between two batches."""
-
-    model: TransformerLM
-    experts: ExpertParallel
-
-    def use(self, dispatch: Dispatch) -> None:
-        """Compute expert layers by one sort or by one-hot tensors; with those, attention as torch did in 2021."""
-        for layer in self.experts.layers():
-            layer.mixture = replace(layer.mixture, dispatch=dispatch)
-        for module in self.model.modules():
-            if isinstance(module, Projection):
-                module.apart = dispatch == "einsum"
+def use(model: TransformerLM, experts: ExpertParallel, dispatch: Dispatch) -> None:
+    """Compute expert layers by one sort or by one-hot tensors; with those, attention as torch did in 2021."""
+    for layer in experts.layers():
+        layer.mixture = replace(layer.mixture, dispatch=dispatch)
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.apart = dispatch == "einsum"
 
 
-def needed_memory(config: ModelConfig, model: nn.Module, rows: int, seq: int, dtype: torch.dtype) -> dict[str, int]:
+def needed_memory(config: ModelConfig, model: nn.Module, rows: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of a rank at the fullest moment, from above: its parameters (which may be on the meta device), and what
     one batch makes."""
-    tokens, wide = rows * seq, max(4, dtype.itemsize)
+    seq, wide = config.context_length, max(4, dtype.itemsize)
+    tokens = rows * seq
     found = {
         "parameters": sum(p.numel() for p in model.parameters()) * wide,
         "logits": 3 * tokens * config.vocab_size * wide,
@@ -79,29 +73,29 @@ def needed_memory(config: ModelConfig, model: nn.Module, rows: int, seq: int, dt
 
 
 def build(
-    config: ModelConfig, mesh: Mesh, seed: int, device: torch.device, dtype: torch.dtype, rows: int, seq: int, free: int
-) -> Evaluated:
-    """This rank's part of a model with random weights of a seed, which are the same in every layout.
+    config: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype, rows: int, free: int
+) -> tuple[TransformerLM, ExpertParallel]:
+    """This rank's part of a model without gradients, and its experts; the random weights are the same in every layout.
 
     Raises UserError for experts or matrices that do not divide, and if a batch needs more than `free` bytes.
     """
     model = TransformerLM(config, "meta")
     plan = tensor_parallel(model, mesh.tp)
     experts = expert_parallel(model, mesh.ep, mesh.data)
-    parts = needed_memory(config, model, rows, seq, dtype)
+    parts = needed_memory(config, model, rows, dtype)
     if sum(parts.values()) > free:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         raise UserError(
-            f"a batch of {rows} x {seq} tokens needs {format_bytes(sum(parts.values()))} on a rank ({listed}), but "
-            f"{format_bytes(free)} are free; lower --context or --batch-size"
+            f"a batch of {rows} x {config.context_length} tokens needs {format_bytes(sum(parts.values()))} on a rank "
+            f"({listed}), but {format_bytes(free)} are free; lower --context or --batch-size"
             + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
         )
-    plan.init_weights(seed, device)
+    plan.init_weights(0, device)
     for block in model.blocks:
         for name in ("query", "key", "value", "out"):
             if isinstance(linear := getattr(block.attention, name), nn.Linear):
                 block.set_submodule(f"attention.{name}", Projection(linear))
-    return Evaluated(model.to(dtype).eval().requires_grad_(False), experts)
+    return model.to(dtype).eval().requires_grad_(False), experts
 
 
 @contextmanager
@@ -113,41 +107,22 @@ def tagged(model: TransformerLM) -> Iterator[None]:
         has_experts = isinstance(block.feed_forward, MoELayer)
         parts += [(block, WITH if has_experts else WITHOUT), (block.attention, ATTENTION)]
         parts += [(block.feed_forward, MOE)] if has_experts else []
-    for module, tag in parts:
-        module.forward = _spanned(module.forward, tag)
+    plain = [surround(module, partial(record_function, tag)) for module, tag in parts]
     try:
         yield
     finally:
-        for module, _ in parts:
-            del module.forward
+        for (module, _), forward in zip(parts, plain, strict=True):
+            module.forward = forward
 
 
-def _spanned(forward: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Around `forward` itself and not by hooks, whose spans would cross those that `Capture` makes by hooks."""
+def surround(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """Make a module run its forward inside a context; returns the forward before. Around `forward` itself and not by
+    hooks, whose spans would cross those that `Capture` makes by hooks."""
+    forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(tag):
+        with context():
             return forward(*args, **kwargs)
 
-    return run
-
-
-class LayerClock:
-    """Seconds of CPU time of this process, all threads, inside expert layers since the last `take`."""
-
-    def __init__(self, evaluated: Evaluated) -> None:
-        self.seconds, self.begun = 0.0, 0.0
-        for layer in evaluated.experts.layers():
-            layer.register_forward_pre_hook(self._begin, prepend=True)
-            layer.register_forward_hook(self._end)
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self.begun = time.process_time()
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.seconds += time.process_time() - self.begun
-
-    def take(self) -> float:
-        """The seconds, which begin anew."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    module.forward = run
+    return forward

@@ -13,12 +13,10 @@ from cs336_systems.host.text import plot_text
 
 CANDIDATES = {"einsum": "black", "sort": "#E69F00"}
 DASHES = ("-", "--", ":")
-Name = Callable[[float], str]
 
 
 def chosen_capacity(records: Sequence[Record]) -> str:
-    """The capacity whose times are drawn: a share of the tokens, as the evaluation has it, else the
-    first."""
+    """The capacity whose times are drawn: a share of the tokens, as the evaluation has it, else the first."""
     names = list(dict.fromkeys(record.config["capacity"] for record in records))
     return next((name for name in names if name != "dropless" and not name.endswith("x")), names[0])
 
@@ -44,10 +42,21 @@ def draw(records: Sequence[Record]) -> Any:
     figure = import_module("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
     times, sent, dropped = figure.subplots(1, 3)
     most = max(record.config["ranks"] for record in records)
-    there = [record for record in records if record.config["ranks"] == most]
+    sort, einsum = (
+        [each for each in records if (each.config["ranks"], each.config["candidate"]) == (most, name)]
+        for name in ("sort", "einsum")
+    )
     _draw_times(times, records)
-    _draw_sent(sent, there)
-    _draw_dropped(dropped, [record for record in there if record.config["candidate"] == "sort"])
+    tidy(sent, f"All-to-all, {most} rank{'s' * (most > 1)}")
+    if most == 1:
+        sent.text(0.5, 0.5, "one rank sends nothing", transform=sent.transAxes, ha="center")
+    else:
+        _draw_sent(sent, sort, einsum)
+    _over_factor(dropped, sort, "dropped_share", "{} experts")
+    dropped.set_ylim(bottom=0)
+    dropped.set_ylabel("choices that find no slot")
+    name_ticks(dropped.yaxis, lambda value: f"{value:.0%}")
+    tidy(dropped, "Dropped")
     config, where = records[0].config, records[0].environment
     figure.suptitle(
         f"Expert layers, {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
@@ -65,42 +74,23 @@ def _draw_times(axes: Any, records: Sequence[Record]) -> None:
     every = [record for record in records if record.config["capacity"] == capacity]
     ranks = sorted({record.config["ranks"] for record in every})
     for (name, count), line in lines(every, lambda record: record.config["experts"], "candidate", "ranks").items():
-        number = ranks.index(count)
-        axes.plot(
-            [record.config["experts"] for record in line],
-            [record.metrics["median_ms"] / 1e3 for record in line],
-            DASHES[number % len(DASHES)],
-            color=CANDIDATES[name],
-            marker=STYLES[number % len(STYLES)][1],
-            markersize=5,
-            label=f"{name}, {count} rank{'s' * (count > 1)}",
-        )
+        number, experts = ranks.index(count), [record.config["experts"] for record in line]
+        look = {"color": CANDIDATES[name], "marker": STYLES[number % len(STYLES)][1], "markersize": 5}
+        seconds = [record.metrics["median_ms"] / 1e3 for record in line]
+        label = f"{name}, {count} rank{'s' * (count > 1)}"
+        axes.plot(experts, seconds, DASHES[number % len(DASHES)], label=label, **look)
     ticks_at(axes, sorted({record.config["experts"] for record in every}))
     axes.set_xlabel("experts")
     _name_steps(axes, "CPU time of a layer, a rank", format_seconds)
     tidy(axes, f"Time, capacity {capacity}{' of the tokens' if capacity[-1].isdigit() else ''}")
 
 
-def _draw_sent(axes: Any, records: Sequence[Record]) -> None:
-    ranks = records[0].config["ranks"]
-    tidy(axes, f"All-to-all, {ranks} rank{'s' * (ranks > 1)}")
-    if ranks == 1:
-        axes.text(0.5, 0.5, "one rank sends nothing", transform=axes.transAxes, ha="center")
-        return
-    sort, einsum = ([r for r in records if r.config["candidate"] == name] for name in ("sort", "einsum"))
+def _draw_sent(axes: Any, sort: Sequence[Record], einsum: Sequence[Record]) -> None:
     _over_factor(axes, sort, "all_to_all_bytes", "sort, {} experts")
     _over_factor(axes, einsum, "all_to_all_bytes")
     for record in [record for record in sort if record.config["slots"] is None][:1]:
         axes.axhline(record.metrics["all_to_all_bytes"], color="black", linestyle=":", label="sort, dropless")
     _name_steps(axes, "sent by a rank in one all-to-all", size_name)
-
-
-def _draw_dropped(axes: Any, sort: Sequence[Record]) -> None:
-    _over_factor(axes, sort, "dropped_share", "{} experts")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("choices that find no slot")
-    name_ticks(axes.yaxis, lambda value: f"{value:.0%}")
-    tidy(axes, "Dropped")
 
 
 def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = "") -> None:
@@ -116,7 +106,7 @@ def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = ""
     name_ticks(axes.xaxis, lambda value: f"{value:g}")
 
 
-def _name_steps(axes: Any, label: str, name: Name) -> None:
+def _name_steps(axes: Any, label: str, name: Callable[[float], str]) -> None:
     """A logarithmic axis that names 1, 2 and 5 times the powers of ten, and nothing between."""
     ticker = import_module("matplotlib.ticker")
     axes.set_yscale("log")

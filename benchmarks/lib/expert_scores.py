@@ -9,24 +9,27 @@ order of the blocks, so that it does not matter who had which.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.lib.expert_model import Evaluated, LayerClock
+from benchmarks.harness import WrongResultError, summarise
+from benchmarks.lib.expert_model import build, surround, use
+from benchmarks.rank_times import now
 from cs336_systems.comm import Mesh, agree, all_reduce, record
 from cs336_systems.data.corpus import IGNORED, Batch
-from cs336_systems.presets import Dispatch
+from cs336_systems.presets import Dispatch, ModelConfig
 
-How = Literal["none", "fast", "slow"]
+How = Literal["fast", "slow"]
 Words = list[tuple[int, float]]  # each with its log-probability in nats
-NO_BLOCK = -1  # the number of a row that is padding
+NO_BLOCK = -1  # the number of a row that is padding, which is the last
 SEPARATOR = " | "  # between a collective's verb and its label
 EXTREME = 0.2  # of the experts: the most and the least loaded
 
@@ -37,10 +40,14 @@ class Blocks:
     def __init__(self, tokens: np.ndarray, context: int, name: str = "") -> None:
         self.tokens, self.context, self.name = tokens, context, name
         self.count = ceil((len(tokens) - 1) / context)
+        padded = np.full((self.count + 1) * context + 1, IGNORED)  # not in torch: ranks are forked after this
+        padded[: len(tokens)] = tokens
+        # Each block and the token after it; the last is padding.
+        self.rows = np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context]
 
     def targets(self, block: int) -> int:
         """Number of targets in a block."""
-        return max(0, min(self.context, len(self.tokens) - 1 - block * self.context)) if block != NO_BLOCK else 0
+        return int((self.rows[block, 1:] != IGNORED).sum())
 
     def batches(self, ranks: int, rows: int) -> int:
         """Batches of `rows` blocks that each of so many ranks takes until all are scored."""
@@ -54,14 +61,9 @@ class Blocks:
     def batch(self, batch: int, rank: int, ranks: int, rows: int) -> Batch:
         """A rank's batch: tokens, targets and the mask of real tokens, (rows context), and the blocks' numbers."""
         numbers = self.numbers(batch, rank, ranks, rows)
-        tokens = torch.zeros(rows, self.context, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORED)
-        for row, number in enumerate(numbers):
-            if length := self.targets(number):
-                first = number * self.context
-                stretch = torch.from_numpy(self.tokens[first : first + length + 1].astype(np.int64))
-                tokens[row, :length], targets[row, :length] = stretch[:-1], stretch[1:]
-        return Batch(tokens, targets, torch.tensor(numbers), padding_mask=targets != IGNORED)
+        tokens, targets = (torch.from_numpy(self.rows[numbers, part]) for part in (slice(-1), slice(1, None)))
+        real = targets != IGNORED
+        return Batch(tokens * real, targets, torch.tensor(numbers), padding_mask=real)
 
 
 def read_slowly(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
@@ -86,11 +88,7 @@ def read_at_once(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
     return list(zip(known[real].tolist(), log_probs.double().cpu()[real].tolist(), strict=True))
 
 
-READERS: dict[How, Callable[[Tensor, Tensor, Tensor], Words]] = {
-    "none": lambda *_: [],
-    "fast": read_at_once,
-    "slow": read_slowly,
-}
+READERS: dict[How, Callable[[Tensor, Tensor, Tensor], Words]] = {"fast": read_at_once, "slow": read_slowly}
 
 
 @dataclass
@@ -102,50 +100,39 @@ class Tally:
     kept: Tensor  # (layers top_k), of them
     blocks: dict[int, float] = field(default_factory=dict)  # the score of each, in nats
     words: Words = field(default_factory=list)
-    scoring: list[float] = field(default_factory=list)
-    reading: list[float] = field(default_factory=list)  # of words
-    cpu: list[float] = field(default_factory=list)
-    layers_cpu: list[float] = field(default_factory=list)  # of all expert layers
+    laps: list[tuple[float, ...]] = field(default_factory=list)  # of a batch: scoring, reading, CPU, of that in experts
     collectives: dict[str, list[int]] = field(default_factory=dict)  # times and bytes, by verb and label
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a formulation on all ranks; `ranks` has each rank's times and collectives."""
+class Outcome(NamedTuple):
+    """Results of a formulation on all ranks: scores of blocks, milliseconds of batches, and the record's metrics."""
 
     dispatch: Dispatch
-    score: float  # nats, negative
-    tokens: int
-    blocks: dict[int, float]  # the score of each
-    ranks: list[dict[str, Any]]
-    load: dict[str, float]  # empty where the formulation does not tell
-
-    @property
-    def loss(self) -> float:
-        """Loss in bits per token."""
-        return -self.score / self.tokens / math.log(2)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.score / self.tokens)
-
-    def seconds(self, words: bool) -> float:
-        """Seconds of the slowest rank, with or without reading words."""
-        return max(sum(rank["scoring"]) + (sum(rank["reading"]) if words else 0.0) for rank in self.ranks)
-
-    def mean(self, what: str) -> float:
-        """Mean seconds of a batch, over batches and ranks."""
-        every = [value for rank in self.ranks for value in rank[what]]
-        return sum(every) / len(every)
+    blocks: dict[int, float]
+    samples_ms: list[float]
+    metrics: dict[str, Any]
 
 
 class Scorer:
-    """This rank's model and its batches. Every rank must construct it and call its methods alike."""
+    """This rank's model and its batches of `rows` blocks. Every rank must construct it and call its methods alike.
+    Raises UserError, as `build` does."""
 
-    def __init__(self, evaluated: Evaluated, blocks: Blocks, mesh: Mesh, device: torch.device, rows: int) -> None:
-        self.evaluated, self.blocks, self.mesh, self.device, self.rows = evaluated, blocks, mesh, device, rows
-        self.config = evaluated.model.config
-        self.clock = LayerClock(evaluated)
+    def __init__(
+        self, config: ModelConfig, blocks: Blocks, mesh: Mesh, device: torch.device, dtype: torch.dtype, rows: int,
+        free: int,
+    ) -> None:  # fmt: skip
+        self.config, self.blocks, self.mesh, self.device, self.rows = config, blocks, mesh, device, rows
+        self.model, self.experts = build(config, mesh, device, dtype, rows, free)
+        self.layers_cpu = 0.0  # seconds of this process, all threads, inside expert layers since they were reset
+        for layer in self.experts.layers():
+            surround(layer, self.clocked)
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Add the block's CPU time to that of expert layers."""
+        begun = time.process_time()
+        yield
+        self.layers_cpu += time.process_time() - begun
 
     def new_tally(self, dispatch: Dispatch) -> Tally:
         """Make an empty tally."""
@@ -154,68 +141,72 @@ class Scorer:
         return Tally(dispatch, wanted, torch.zeros_like(wanted[..., 0]))
 
     @torch.no_grad()
-    def log_probs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a batch: (host targets, device targets, their log-probabilities in nats), each (rows seq); zero at
-        padding."""
+    def log_probs(self, number: int) -> tuple[Batch, Tensor, Tensor]:
+        """Score a batch: (it on the host, targets on the device, their log-probabilities in nats), each (rows seq);
+        zero at padding."""
         known = self.blocks.batch(number, self.mesh.data.rank(), self.mesh.data.size(), self.rows)
         batch = known.to(self.device)
         real = batch.padding_mask if self.config.mixture.mask_padding else None
-        logits = self.evaluated.model(batch.tokens, padding_mask=real).flatten(0, 1)
-        assert known.targets is not None
+        logits = self.model(batch.tokens, padding_mask=real).flatten(0, 1)
         assert batch.targets is not None
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide, batch.targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return known.targets, batch.targets, -losses.view(batch.targets.shape).double()
+        return known, batch.targets, -losses.view(batch.targets.shape).double()
 
     def take(self, number: int, tally: Tally, how: How) -> None:
         """Score a batch in the tally's formulation, and read its words."""
-        self.evaluated.use(tally.dispatch)
-        self.clock.take()
-        cpu, begun = time.process_time(), self.now()
+        use(self.model, self.experts, tally.dispatch)
+        self.layers_cpu = 0.0
+        cpu, begun = time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)
         sums = log_probs.sum(1)
-        tally.scoring.append(self.now() - begun)
-        tally.cpu.append(time.process_time() - cpu)
-        tally.layers_cpu.append(self.clock.take())
+        scored, cpu = now(self.device), time.process_time() - cpu
         for event in events:
             entry = tally.collectives.setdefault(f"{event.verb}{SEPARATOR}{event.label}", [0, 0])
             entry[:] = entry[0] + 1, entry[1] + event.nbytes
-        if tally.dispatch == "sort" and bool((known != IGNORED).any()):
-            loads = [layer.load for layer in self.evaluated.experts.layers() if layer.load is not None]
+        assert known.targets is not None
+        assert known.rows is not None
+        if tally.dispatch == "sort" and bool((known.targets != IGNORED).any()):
+            loads = [layer.load for layer in self.experts.layers() if layer.load is not None]
             for layer, load in enumerate(loads):
                 tally.wanted[layer] += load.wanted
                 tally.kept[layer] += load.kept
-        begun = self.now()
-        tally.words += READERS[how](targets, log_probs, known)
-        tally.reading.append(self.now() - begun)
-        numbers = self.blocks.numbers(number, self.mesh.data.rank(), self.mesh.data.size(), self.rows)
-        tally.blocks |= dict(zip(numbers, sums.tolist(), strict=True))
+        reading = now(self.device)
+        tally.words += READERS[how](targets, log_probs, known.targets)
+        tally.laps.append((scored - begun, now(self.device) - reading, cpu, self.layers_cpu))
+        tally.blocks |= dict(zip(known.rows.tolist(), sums.tolist(), strict=True))
         tally.blocks.pop(NO_BLOCK, None)
 
-    def now(self) -> float:
-        """Seconds on the clock, after the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def line_up(self) -> None:
-        """Let the ranks start as one."""
-        all_reduce(torch.zeros(1, device=self.device), self.mesh.world, "line up").wait()
-
     def share(self, tally: Tally) -> Outcome:
-        """Combine the results of all ranks, the same on each. Every rank must call this."""
+        """Combine the results of all ranks, the same on each. Every rank must call this. Raises WrongResultError for a
+        score that is not finite."""
         load = {}
         if tally.dispatch == "sort" and self.config.num_experts:
             for total in (tally.wanted, tally.kept):
                 all_reduce(total.view(-1), self.mesh.data, "load", "sum").wait()
             load = summarise_load(tally.wanted.cpu(), tally.kept.cpu())
-        mine = {name: getattr(tally, name) for name in ("scoring", "reading", "cpu", "layers_cpu", "collectives")}
-        mine["blocks"] = list(tally.blocks.items())
+        if not math.isfinite(score := sum(tally.blocks.values())):
+            raise WrongResultError(f"{tally.dispatch}: the score is {score}; no speed reported")
+        mine = {"laps": tally.laps, "collectives": tally.collectives, "blocks": list(tally.blocks.items())}
         ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine, allow_nan=False), self.mesh.world)]
         blocks = dict(sorted(pair for rank in ranks for pair in rank.pop("blocks")))
-        tokens = sum(map(self.blocks.targets, blocks))
-        return Outcome(tally.dispatch, math.fsum(blocks.values()), tokens, blocks, ranks, load)
+        tokens, score = sum(map(self.blocks.targets, blocks)), math.fsum(blocks.values())
+        laps = np.array([rank["laps"] for rank in ranks])  # (rank batch 4), seconds
+        scoring, reading, cpu, layers_cpu = np.moveaxis(laps, 2, 0)
+        samples = (1e3 * scoring.max(axis=0)).tolist()
+        seconds, without = (each.sum(axis=1).max() for each in (scoring + reading, scoring))  # of the slowest rank
+        rows = [f"all-to-all{SEPARATOR}{label}" for label in ("dispatch", "combine")]  # that carry tokens
+        sent = [rank["collectives"][name] for rank in ranks for name in rows if name in rank["collectives"]]
+        metrics = summarise(samples) | load | {
+            "loss": -score / tokens / math.log(2), "perplexity": math.exp(-score / tokens), "score": score,  # bits
+            "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
+            "cpu_ms_per_batch": 1e3 * cpu.mean(),
+            "cpu_ms_per_layer": 1e3 * layers_cpu.mean() / max(1, self.config.expert_layers),
+            "bytes_per_all_to_all": sum(nbytes for _, nbytes in sent) / sum(n for n, _ in sent) if sent else None,
+            "collectives": [rank["collectives"] for rank in ranks],
+        }  # fmt: skip
+        return Outcome(tally.dispatch, blocks, samples, metrics)
 
 
 def summarise_load(wanted: Tensor, kept: Tensor) -> dict[str, float]:

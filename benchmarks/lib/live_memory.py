@@ -2,14 +2,14 @@
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.lib.turns import Arena
-from cs336_systems.comm import all_gather
+from benchmarks.rank_times import gather_times
 from cs336_systems.model.transformer import lm_loss
 
 
@@ -81,11 +81,7 @@ def held_memory(arena: Arena) -> dict[str, Held]:
     """Every candidate's memory on the rank where the sum of its parts is the largest."""
     found = {}
     for name in arena.candidates:
-        mine = held_by(arena, name)
-        figures = torch.zeros(arena.group.size(), 4, dtype=torch.float64, device=arena.device)
-        row = (mine.parameters, mine.gradients, mine.optimizer, mine.activations)
-        figures[arena.group.rank()] = torch.tensor(row, dtype=torch.float64)
-        all_gather(figures.view(-1), arena.group, "memory").wait()
+        figures = gather_times(astuple(held_by(arena, name)), arena.group, arena.device)
         fullest = figures[figures[:, :3].sum(dim=1).argmax()]
-        found[name] = Held(*(int(value) for value in fullest.tolist()))
+        found[name] = Held(*map(int, fullest.tolist()))
     return found

@@ -1,7 +1,15 @@
-"""The record of a profile: time and memory of a step by use, and the analytic model's predictions."""
+"""The record of a profile with predictions beside it, and what is kept with it for the write-up: its pictures, and its
+tables as JSON. Also a GPU's memory snapshot."""
 
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.model_options import model_config
@@ -11,20 +19,29 @@ from cs336_systems.comm import Event
 from cs336_systems.cost import Hardware, Mode, predict
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.cost.observed import observe_passes
-from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_bytes, format_seconds, os_errors
 from cs336_systems.host.table import Table
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.profiling.breakdown import share_rows
+from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_rows
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.names import PHASES
+from cs336_systems.profiling.operators import collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.overlap import overlaps
-from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.tables import phase_times
+from cs336_systems.profiling.timeline import timeline
+from cs336_systems.profiling.trace import Trace, uncollected
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 AFTER_BACKWARD = ("naive", "flat")  # wrappers that hide nothing
 UNBUCKETED = ("naive", "overlapped")  # wrappers without a buffer of more than one gradient
 ZERO_BUCKET = 25 * 10**6  # bytes of a bucket in stages 1 and 2
-USUAL = {"warmup": 2, "steps": 2, "stack": False, "nvtx": False}  # options that a record names where they differ
+BUCKET_SIZE_MB = 1.0  # of the bucketed wrapper
+USUAL = {"warmup": 2, "steps": 2, "nvtx": False}  # options that a record names where they differ
+PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
+TABLES = "tables.json"
+FOLDER = "profiling"
+LONGEST = 12  # operators of a phase by total time, and as many by self time
 
 
 def step_times(trace: Trace) -> list[float]:
@@ -32,21 +49,16 @@ def step_times(trace: Trace) -> list[float]:
     return [step.duration / 1e6 for step in trace.named(r"step \d+$")]
 
 
-def phase_times(trace: Trace) -> dict[str, float]:
-    """Mean milliseconds of each phase over the profiled steps."""
-    steps = max(1, len(step_times(trace)))
-    return {f"{phase}_ms": sum(s.duration for s in trace.named(f"{phase}$")) / 1e6 / steps for phase in PHASES}
-
-
 def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     """Metrics from the traces: rank 0's where all ranks are alike, and every rank's where they differ."""
     first = traces[0]
-    metrics: dict[str, Any] = summarise(step_times(first)) | phase_times(first)
+    steps, phases = len(step_times(first)), phase_times(first)
+    metrics: dict[str, Any] = summarise(step_times(first))
+    metrics |= {f"{phase}_ms": phases[phase] / 1e6 / steps for phase in PHASES}
     metrics["peak_memory_bytes"] = max(memory_timeline(trace).peak for trace in traces)
     for row in share_rows(first):
         name = row.name.replace(" ", "_")
         metrics |= {f"share_{name}": row.share, f"share_{name}_of_forward": row.of_forward}
-    steps = len(step_times(first))
     if len(traces) > 1:
         found = overlaps(traces)
         metrics["overlap"] = [each.share for each in found]
@@ -84,11 +96,8 @@ def predicted(
     What communication adds to a step of zero3 or torch-ddp is not predicted, and so neither is the step; nor what
     torch-ddp holds.
     """
-
-    def seconds(mode: Mode) -> dict[str, float]:
-        return predict(case.passes.of(mode), hardware)
-
-    forward, backward, step = (seconds(mode) for mode in ("forward", "backward", "step"))
+    modes: tuple[Mode, ...] = ("forward", "backward", "step")
+    forward, backward, step = (predict(case.passes.of(mode), hardware) for mode in modes)
     if wrapper.startswith("zero"):
         step["optimizer"] /= ranks
     parts = {"forward_ms": forward, "backward_ms": backward, "mean_ms": step}
@@ -115,16 +124,12 @@ def predicted(
 
 
 def make_record(
-    options: Mapping[str, Any],
-    wrapper: str,
-    case: Case,
-    traces: Sequence[Trace],
-    beside: dict[str, Any],
+    options: Mapping[str, Any], wrapper: str, case: Case, traces: Sequence[Trace], beside: dict[str, Any],
     stamp: dict[str, Any],
-) -> Record:
+) -> Record:  # fmt: skip
     """The record of one profile; `options` are the command's by name, `beside` is what was predicted."""
     config = {"size": options["size"], "year": options["year"], "wrapper": wrapper, "ranks": len(traces)}
-    config |= {"bucket_size_mb": options["bucket_size_mb"]} if wrapper == "bucketed" else {}
+    config |= {"bucket_size_mb": BUCKET_SIZE_MB} if wrapper == "bucketed" else {}
     config |= {name: options[name] for name, usual in USUAL.items() if options[name] != usual}
     config |= model_config(case)
     metrics = measured(traces)
@@ -147,3 +152,89 @@ def _shown(name: str, value: float | None) -> str:
     if name.endswith("_ms"):
         return format_seconds(value / 1e3)
     return format_bytes(value) if name.endswith("_bytes") else f"{value:.1%}"
+
+
+def folder_name(config: Mapping[str, Any]) -> str:
+    """The folder of a profile below that of the records: `profiling/tiny-bucketed`, `profiling/small-none-naive`.
+
+    It does not name every setting, so that a folder of records does not grow with every batch size that is tried; a
+    later profile of that name replaces an earlier one, and `tables_beside` tells.
+    """
+    naive = ["naive"] if config["attention"] == "naive" else []
+    return "/".join([FOLDER, "-".join([config["size"], config["wrapper"], *naive])])
+
+
+@uncollected()
+def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
+    """The rows of a rank's tables, unrounded; times are nanoseconds over all steps. Operators are listed for the step
+    and for each phase: the `limit` longest by total and as many by self time."""
+    sort, operators = timeline(trace).clock, dict[str, list[dict[str, Any]]]()
+    for name, phase in {"step": None, **{phase: phase for phase in PHASES}}.items():
+        rows = op_rows(trace, sort, phase=phase)
+        most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
+        operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
+    plain: dict[str, list[Any]] = {
+        "kernels": kernel_rows(trace, limit), "collectives": collective_rows(trace)[:limit], "parts": part_rows(trace),
+        "modules": module_rows(trace, limit), "attention": attention_rows(trace),
+    }  # fmt: skip
+    return {
+        "rank": trace.rank, "world_size": trace.world_size, "steps": trace.ours.get("steps"), "clock": sort,
+        "operators": operators, "phases": phase_times(trace),
+        "shares": [asdict(row) | {"total": row.total, "of_step": row.share} for row in share_rows(trace)],
+        **{name: [asdict(row) for row in rows] for name, rows in plain.items()},
+    }  # fmt: skip
+
+
+def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, results: Path) -> str:
+    """Copy the pictures of a `report` to below the folder of records `results`, with rank 0's tables; the folder's name
+    there. Raises UserError where it cannot be written."""
+    name = folder_name(record.config)
+    tables = as_json(traces[0], LONGEST)
+    tables |= {"config": record.config, "samples_ms": record.samples_ms}
+    with os_errors(f"write to {results / name}", "name another with --results DIR"):
+        (results / name).mkdir(parents=True, exist_ok=True)
+        for picture in PICTURES:
+            if (report / picture).is_file():
+                shutil.copyfile(report / picture, results / name / picture)
+        (results / name / TABLES).write_text(json.dumps(tables, indent=1, allow_nan=False) + "\n")
+    return name
+
+
+def tables_beside(results: Path, record: Record) -> dict[str, Any] | None:
+    """The tables that a record's own run left, as `as_json` has them for rank 0.
+
+    None for a record without, and where a later run of the same name has replaced them. Raises UserError for a file
+    that is none of these tables.
+    """
+    name = record.metrics.get("pictures")
+    path = results / str(name) / TABLES
+    if name is None or not path.is_file():
+        return None
+    try:
+        tables = json.loads(path.read_text())
+        own = tables["config"] == record.config and tables["samples_ms"] == record.samples_ms
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} has no tables of a profile: {error}; profile again") from None
+    return dict(tables) if own else None
+
+
+def picture_beside(results: Path, record: Record, picture: str) -> Path | None:
+    """The file of one of a record's `PICTURES`; None where its own run left none."""
+    path = results / str(record.metrics.get("pictures")) / picture
+    return path if tables_beside(results, record) is not None and path.is_file() else None
+
+
+@contextmanager
+def memory_snapshot(path: Path, entries: int = 100_000) -> Iterator[None]:
+    """Record the block's allocations on the GPU, and write them to `path` even if the block runs out of memory.
+
+    The file is for pytorch.org/memory_viz, which uploads nothing; it keeps the newest `entries` events, as the viewer
+    gets slow beyond.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -119,10 +119,6 @@ class _Keeper(Observer):
             if storage in self.kept and self.kept[storage].module == ROOT:
                 self.kept[storage] = self.kept[storage]._replace(module=self.path[-1])
 
-    def of_kind(self, kind: str) -> tuple[Residual, ...]:
-        """Residuals of a kind: activations, or casts of parameters."""
-        return tuple(each for storage, each in self.kept.items() if storage.kind == kind)
-
 
 def residuals(model: nn.Module, forward: Callable[[], object], rows: int | None = None) -> Residuals:
     """Count what `forward`, which runs the model, makes autograd keep. Its result is dropped: no backward can follow.
@@ -137,7 +133,8 @@ def residuals(model: nn.Module, forward: Callable[[], object], rows: int | None 
             forward()
         finally:
             hook.remove()
-    return Residuals(keeper.of_kind("activations"), sum(each.nbytes for each in keeper.of_kind("casts")))
+    kept = tuple(each for storage, each in keeper.kept.items() if storage.kind == "activations")
+    return Residuals(kept, sum(each.nbytes for storage, each in keeper.kept.items() if storage.kind == "casts"))
 
 
 def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> Residuals:

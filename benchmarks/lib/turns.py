@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from benchmarks.gate import make_it_matter
 from benchmarks.harness import require_close
 from benchmarks.lib.peers import ALONE, Build, Trained
-from benchmarks.rank_times import gather_times
+from benchmarks.rank_times import gather_times, line_up, now
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
@@ -62,16 +61,6 @@ class Arena:
         lm_loss(trained.model, self.tokens, self.targets).backward()
         trained.finish()
 
-    def now(self) -> float:
-        """Seconds, once the device has done what it was told."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def line_up(self) -> None:
-        """Let the ranks start as one."""
-        all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
-
     def step(self, trained: Trained) -> None:
         """One training step."""
         self.forward_backward(trained)
@@ -86,10 +75,10 @@ class Arena:
                 self.step(trained)
         turns.events[name] = events
         for _ in range(steps):
-            self.line_up()
-            start = self.now()
+            line_up(self.group, self.device)
+            start = now(self.device)
             self.step(trained)
-            turns.steps.setdefault(name, []).append(1e3 * (self.now() - start))
+            turns.steps.setdefault(name, []).append(1e3 * (now(self.device) - start))
         del trained
         reductions = [event for event in events if event.verb in OF_GRADIENTS]
         gathers = [event for event in events if event.verb not in OF_GRADIENTS]
@@ -102,14 +91,14 @@ class Arena:
         """Milliseconds of some collectives by themselves, each launched when the one before is done, in buffers that
         ranks share if they can."""
         buffers = [shared_empty(each.numel, each.dtype, self.device, self.group).zero_() for each in events]
-        self.line_up()
-        start = self.now()
+        line_up(self.group, self.device)
+        start = now(self.device)
         for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
             if event.verb == "broadcast":
                 broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
             else:
                 VERBS[event.verb](buffer, self.group, "replay").wait()
-        return 1e3 * (self.now() - start)
+        return 1e3 * (now(self.device) - start)
 
     def play(self, rounds: int, steps: int, advance: Advance) -> Turns:
         """Let every candidate take a turn of `steps` in each round."""

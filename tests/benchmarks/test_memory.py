@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.lib import sheets as common
-from benchmarks.lib.plan import Bench, PassSettings
+from benchmarks.lib.plan import Bench
 from benchmarks.lib.segments import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
 from benchmarks.memory_tables import grouped, label, peak_row, sheets, stream_bytes
@@ -81,7 +81,7 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
 
 def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch):
     monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    for which in (("--mode", "forward"), ("--residuals",)):
+    for which in ((), ("--residuals",)):
         assert run("--smoke", *which) == 0
     assert not list(in_tmp.iterdir())
 
@@ -141,17 +141,6 @@ def test_segments_are_measured_beside_the_prediction(in_tmp, monkeypatch, collec
     assert page.count("| segments of 2 |") == 1
 
 
-def test_a_chosen_recompute_joins_the_segments(in_tmp):
-    settings = memory.MemorySettings(size="tiny", segments=True, recompute="segments", recompute_every=4, device="cpu")
-    bench = Bench(PassSettings(), CPU, FAST, 0, WHERE)
-    runs = memory.make_runs(settings, settings.cases(CPU), {"fp32": bench})
-    assert [run.way.name for run in runs] == ["none", "segments of 1", "segments of 2", "nested", "segments of 4"]
-    assert [run.case.config.recompute_every for run in runs] == [1, 1, 2, 1, 4]
-    assert {memory.measure(run, 2024).status for run in runs} == {"out-of-memory"}
-    known = replace(settings, recompute_every=2)
-    assert len(memory.make_runs(known, known.cases(CPU), {"fp32": bench})) == 4
-
-
 def test_residuals_are_counted_for_every_way_of_recomputing(in_tmp):
     assert run("--size", "small", "--residuals", "--results", "out/here") == 0
     records = read_records(Path("out/here/memory.jsonl"))
@@ -195,16 +184,14 @@ def test_every_table_says_of_what_it_is(in_tmp):
     [
         (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
         (("--year", "2023", "--all-sizes"), "error: no 2023 edition"),
-        (("--mode", "backward"), "error: Invalid value for '--mode': 'backward' is not one of"),
         (("--compile",), "error: what a compiled model needs is not known beforehand"),
         (("--results", "file"), "error: cannot write file/memory.jsonl"),
         (("--smoke", "--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: each measures"),
-        (("--residuals", "--mode", "step"), "error: --residuals and --mode cannot be combined: residuals are of"),
+        (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: it counts every way"),
         (("--residuals", "--recompute", "none"), "error: --residuals and --recompute cannot be combined"),
         (("--residuals", "--recompute-every", "1"), "error: --residuals and --recompute-every cannot be combined"),
-        (("--segments", "--mode", "forward"), "error: --segments and --mode cannot be combined"),
-        (("--all-sizes", "--size", "small"), "error: --all-sizes and --size cannot be combined: all sizes"),
+        (("--segments", "--recompute", "nested"), "error: --segments and --recompute cannot be combined"),
+        (("--all-sizes", "--size", "small"), "error: --all-sizes and --size cannot be combined: it measures all"),
         (("--recompute-every", "2"), "error: --recompute-every needs --recompute segments, not none"),
         (
             ("--recompute-every", "1", "--recompute", "nested"),

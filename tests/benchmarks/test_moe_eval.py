@@ -12,18 +12,16 @@ import torch
 from benchmarks import moe_eval
 from benchmarks.lib.expert_calls import ALL_TO_ALL, expected
 from benchmarks.lib.expert_model import TAGS
-from benchmarks.lib.expert_record import predicted_bytes
 from benchmarks.moe_eval import MoEEvalSettings
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import run_command
-from cs336_systems.presets import Mixture
 from cs336_systems.profiling.trace import read_json
 from tests.benchmarks.test_moe_eval_scores import SHAPE
 from tests.support import ranks
 from tests.support.merged_trace import validate
 from tests.support.tolerances import bound
 
-TINY = ("--device", "cpu", "--d-model", "16", "--num-heads", "2", "--vocab-size", "256", "--context", "16")
+TINY = ("--device", "cpu", "--d-model", "16", "--vocab-size", "256", "--context", "16")
 SMALL = (*TINY, "--num-layers", "3", "--num-experts", "4", "--eval-fraction", "0.25", "--batches", "2")
 
 
@@ -81,15 +79,13 @@ def test_the_published_counts_come_out_on_every_rank(commands):
 def test_formulations_side_by_side(commands):
     records, out = records_of(commands["folder"] / "both"), commands["both"]["out"]
     einsum, sort = records["einsum"], records["sort"]
-    config = replace(SHAPE, mixture=Mixture(eval_fraction=0.25))
     # Four slots of four experts, sixteen wide, in float32: 16 rows of 64 bytes; of 32 choices sorting sends 16 at most.
     assert einsum.metrics["bytes_per_all_to_all"] == einsum.predicted["bytes_per_all_to_all"] == 4 * 4 * 16 * 4
-    assert predicted_bytes(config, "einsum", 16, 4) == 4 * 4 * 16 * 4
     assert 0 < sort.metrics["bytes_per_all_to_all"] <= sort.predicted["bytes_per_all_to_all"] == 16 * 16 * 4
-    assert sort.metrics["ratios"]["bytes_per_all_to_all"] == 1024 / sort.metrics["bytes_per_all_to_all"]
+    assert f"bytes of an all-to-all {1024 / sort.metrics['bytes_per_all_to_all']:.1f} x" in out
     derived = expected(SHAPE, 2, 2)
     assert {name: einsum.metrics["calls"][name] for name in derived} == {
-        name: [each.count] * 2 for name, each in derived.items()
+        name: [count] * 2 for name, (count, _) in derived.items()
     }
     assert sort.metrics["calls"][ALL_TO_ALL] == [6, 6]  # with the counts of rows
     assert einsum.metrics["score"] == pytest.approx(sort.metrics["score"], rel=bound(torch.float32, 48, 256))
@@ -112,7 +108,8 @@ def test_the_profile_of_all_ranks(commands):
         table = (folder / "tables.md").read_text().split("by CPU total")[1]
         for tag in TAGS:
             assert f"| `{tag}` |" in table
-        assert table.splitlines()[4].startswith("| `eval_lm` |")  # the largest
+        names = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert next(name for name in names if name in TAGS) == "eval_lm"  # the largest of them
         assert f"{folder}: " in out
 
 

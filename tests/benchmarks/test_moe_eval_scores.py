@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from benchmarks.lib.expert_model import build
 from benchmarks.lib.expert_scores import NO_BLOCK, Blocks, Scorer, read_at_once, read_slowly, summarise_load
 from cs336_systems.comm import Mesh
 from cs336_systems.data.corpus import IGNORED
@@ -29,6 +28,7 @@ MIXTURES = {
     "einsum": Mixture(eval_fraction=6 / CONTEXT, dispatch="einsum"),
     "masked": Mixture(eval_fraction=6 / CONTEXT, mask_padding=True),
 }
+LOAD = ("dropped", "dropped_first", "most_loaded_share", "least_loaded_share", "unused_experts")
 TEXT = 5 * CONTEXT - 5  # targets: five blocks, the last of which is eleven long
 
 
@@ -42,10 +42,9 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
     found, device = {}, torch.device("cpu")
     for name, mixture in MIXTURES.items():
         config = replace(SHAPE, mixture=mixture)
-        evaluated = build(config, mesh, 3, device, torch.float64, rows, CONTEXT, 2**30)
-        for parameter in evaluated.model.blocks.parameters():
+        scorer = Scorer(config, make_blocks(), mesh, device, torch.float64, rows, 2**30)
+        for parameter in scorer.model.blocks.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)  # with which experts and attention matter
-        scorer = Scorer(evaluated, make_blocks(), mesh, device, rows)
         tally, words = scorer.new_tally(mixture.dispatch), {}
         for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
             scorer.take(number, tally, "fast")
@@ -55,11 +54,13 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
                 del tally.words[:count]
         outcome = scorer.share(tally)
         found[name] = {
-            "score": outcome.score, "tokens": outcome.tokens, "blocks": list(outcome.blocks.items()),
-            "load": outcome.load, "log_probs": [each for each in words.items() if each[0] != NO_BLOCK],
+            "score": outcome.metrics["score"], "tokens": outcome.metrics["tokens"],
+            "blocks": list(outcome.blocks.items()),
+            "load": {name: value for name, value in outcome.metrics.items() if name in LOAD},
+            "log_probs": [each for each in words.items() if each[0] != NO_BLOCK],
         }  # fmt: skip
     with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
-        build(replace(SHAPE, mixture=MIXTURES["einsum"]), mesh, 3, device, torch.float64, 1, CONTEXT, 1024)
+        Scorer(replace(SHAPE, mixture=MIXTURES["einsum"]), make_blocks(), mesh, device, torch.float64, 1, 1024)
     assert "one-hot tensors" in str(no.value)
     return found
 

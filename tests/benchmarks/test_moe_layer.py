@@ -1,6 +1,7 @@
 """The benchmark of one expert layer: what it counts, what its gate refuses, and what it says of bad input."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, options
-from benchmarks.lib.expert_layer import Bench, build_layer, predict, too_large
-from benchmarks.lib.expert_turns import Candidate, Lap
+from benchmarks.lib import expert_layer, expert_turns
+from benchmarks.lib.expert_layer import Bench, Way, build_layer
+from benchmarks.lib.expert_turns import Candidate
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
@@ -34,27 +35,31 @@ class Alone:
         return 0
 
 
+def ways(**settings) -> list[Way]:
+    """The three that take turns."""
+    sort = moe_layer.MoELayerSettings(**settings).sort()
+    return [sort.changed("einsum", dispatch="einsum"), sort, sort.changed("sort, dropless", eval_fraction=0.0)]
+
+
 def measured_case(rank: int, world: int, folder: str, results: str) -> None:
-    moe_layer.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
-    for backward in (False, True):
-        settings = moe_layer.MoELayerSettings(**TINY, backward=backward, results=Path(results))
-        moe_layer.work(Place(rank, world, rank, world, f"{folder}/store-{backward}"), settings)
+    expert_turns.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
+    settings = moe_layer.MoELayerSettings(**TINY)
+    place, path = Place(rank, world, rank, world, f"{folder}/store"), Path(results, "moe_layer.jsonl")
+    expert_turns.work(place, settings, "moe_layer", partial(moe_layer.enter, settings), path)
 
 
 def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
     ranks.run_alone(measured_case, 2, results=str(tmp_path))
     records = read_records(tmp_path / "moe_layer.jsonl")
-    assert [(r.config["candidate"], r.config["backward"]) for r in records] == [
-        (name, backward) for backward in (False, True) for name in ("einsum", "sort", "sort, dropless")
-    ]
+    assert [record.config["candidate"] for record in records] == ["einsum", "sort", "sort, dropless"]
     for record in records:
         config, metrics = record.config, record.metrics
         rows = 8 * 16 if config["candidate"] == "einsum" else 2 * 16
         assert config["slots"] == (None if "dropless" in config["candidate"] else 16)
         assert metrics["rows"] == record.predicted["rows"] == rows
         assert metrics["all_to_all_bytes"] == record.predicted["all_to_all_bytes"] == rows * 8 * 4
-        counts = 0 if config["candidate"] == "einsum" else 8 * 8  # an int64 for each expert, forward alone
-        assert metrics["layer_bytes"] == (4 if config["backward"] else 2) * rows * 8 * 4 + counts
+        counts = 0 if config["candidate"] == "einsum" else 8 * 8  # an int64 for each expert
+        assert metrics["layer_bytes"] == 2 * rows * 8 * 4 + counts
         assert metrics["dropped_share"] == 0
         assert len(record.samples_ms) == 2
         assert (config["ranks"], record.environment["world_size"]) == (2, 2)
@@ -63,7 +68,7 @@ def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
     assert records[1].metrics["ratio_median"] == records[1].metrics["bytes_ratio"] == 1
 
 
-def sees(bench: Bench, ways: list, wrong: str) -> str | None:
+def sees(settings: moe_layer.MoELayerSettings, group, wrong: str) -> str | None:
     """The gate's findings on a layer whose sort is wrong in one way."""
     right = MoELayer.by_sort
 
@@ -72,16 +77,12 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
             capacity = None
         if wrong == "one slot less":
             capacity = capacity and max(capacity - 1, 1)
-        if wrong == "gradient twice":
-            x = 2 * x - x.detach()
-        if wrong == "router detached":
-            logits = logits.detach() + 0 * logits
         y, balance = right(self, x, logits, mixture, capacity, *rest)
         return (y * (torch.arange(len(y)) > 0)[:, None] if wrong == "a token lost" else y), balance
 
-    MoELayer.by_sort = by_sort if bench.group.rank() == 0 else right
+    MoELayer.by_sort = by_sort if group.rank() == 0 else right
     try:
-        moe_layer.check(bench, ways)
+        moe_layer.enter(settings, group, {})
     except WrongResultError as refused:
         return str(refused)
     finally:
@@ -89,34 +90,25 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
     return None
 
 
-def gate_case(group) -> list[dict]:
-    """By whether gradients are looked at as well: what the gate says of each wrong layer, of which only rank 0's is."""
+def gate_case(group) -> dict:
+    """What the gate says of each wrong layer, of which only rank 0's is."""
     plenty = moe_layer.MoELayerSettings(**TINY)
-    narrow, found = replace(plenty, eval_fraction=0.25).ways(), []
-    for backward in (False, True):
-        bench = Bench(narrow[1].config, 0.5, group, backward)
-        names = ("right", "a token lost", "one slot less", "gradient twice", "router detached")
-        found.append({name: sees(bench, narrow, name) for name in names})
-        # Where what is timed drops nothing, only the gate's layer with a single slot can tell.
-        found[-1]["capacity ignored"] = sees(bench, plenty.ways(), "capacity ignored")
-    return found
+    narrow = replace(plenty, eval_fraction=0.25)
+    found = {name: sees(narrow, group, name) for name in ("right", "a token lost", "one slot less")}
+    # Where what is timed drops nothing, only the gate's layer with a single slot can tell.
+    return found | {"capacity ignored": sees(plenty, group, "capacity ignored")}
 
 
 def test_the_gate_sees_wrong_layers_on_all_ranks():
     first, second = ranks.run(gate_case, 2)
     assert first == second
-    forward, backward = first
-    for found in (forward, backward):
-        assert found["right"] is None
-        for name in ("a token lost", "capacity ignored", "one slot less"):
-            assert "is off its reference by" in found[name], name
-    assert forward["gradient twice"] is forward["router detached"] is None  # whose output is right
-    for name in ("gradient twice", "router detached"):
-        assert "sort's gradients is off its reference by" in backward[name]
+    assert first.pop("right") is None
+    for name, said in first.items():
+        assert "is off its reference by" in (said or ""), name
 
 
 def test_experts_have_the_same_weights_on_any_number_of_ranks():
-    config = moe_layer.MoELayerSettings(**TINY).ways()[0].config
+    config = moe_layer.MoELayerSettings(**TINY).sort().config
     whole = build_layer(config, Alone()).state_dict()
     assert whole["experts.up.bias"].abs().min() > 0
 
@@ -134,8 +126,8 @@ def test_experts_have_the_same_weights_on_any_number_of_ranks():
 
 
 def test_the_published_layer_is_padded_twelve_times():
-    einsum, sort, dropless = moe_layer.MoELayerSettings().ways()
-    said = {way.name: predict(way, 2048, 2, IDEAL, False) for way in (einsum, sort, dropless)}
+    einsum, sort, dropless = ways()
+    said = {way.name: way.predict(2048, 2, IDEAL) for way in (einsum, sort, dropless)}
     assert einsum.slots(2048) == 103
     assert said["einsum"]["all_to_all_bytes"] == 512 * 103 * 64 * 4
     assert said["sort"]["all_to_all_bytes"] == said["sort, dropless"]["all_to_all_bytes"] == 4096 * 64 * 4
@@ -144,19 +136,14 @@ def test_the_published_layer_is_padded_twelve_times():
     router = 2 * 2048 * 64 * 512
     assert said["sort"]["flops"] == router + 4096 * 4 * 64 * 256
     assert said["einsum"]["flops"] == router + 52_736 * (4 * 64 * 256 + 4 * 2048 * 64 + 4 * 2048)
-    assert predict(einsum, 2048, 1, IDEAL, False)["all_to_all_bytes"] == 0
-    # Backward does all products twice, but tokens' way in once: where they go has no gradient.
-    assert predict(sort, 2048, 2, IDEAL, True)["flops"] == 3 * said["sort"]["flops"]
-    way_in = 2 * 2048 * 52_736 * 64
-    outer = 2 * 2 * 2048 * 52_736
-    assert predict(einsum, 2048, 2, IDEAL, True)["flops"] == 3 * said["einsum"]["flops"] - way_in - outer
+    assert einsum.predict(2048, 1, IDEAL)["all_to_all_bytes"] == 0
 
 
 def candidates() -> list[Candidate]:
     """The candidates of one rank, with nothing measured."""
-    ways = moe_layer.MoELayerSettings(**TINY).ways()
-    bench = Bench(ways[1].config, 0.0, Alone())
-    found = [Candidate(bench, way, 1, {"link": "a string"}) for way in ways]
+    every = ways(**TINY)
+    bench = Bench(every[1].config, 0.0, Alone())
+    found = [Candidate(bench, way, {"link": "a string"}) for way in every]
     for each in found:
         each.baseline = found[1]
         each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
@@ -165,10 +152,10 @@ def candidates() -> list[Candidate]:
 
 def test_ratios_are_of_pairs_in_one_round():
     einsum, sort, _ = candidates()
-    einsum.laps = [Lap(40.0, 30.0, 0.0), Lap(90.0, 30.0, 0.0), Lap(60.0, 0.0, 0.0)]
-    sort.laps = [Lap(10.0, 5.0, 0.0), Lap(10.0, 0.0, 0.0), Lap(20.0, 0.0, 0.0)]
+    einsum.laps = [[40.0, 30.0, 0.0], [90.0, 30.0, 0.0], [60.0, 0.0, 0.0]]
+    sort.laps = [[10.0, 5.0, 0.0], [10.0, 0.0, 0.0], [20.0, 0.0, 0.0]]
     einsum.sent, sort.sent = {"layer_bytes": 1200.0}, {"layer_bytes": 100.0}
-    record = einsum.record("moe_layer", {}, {})
+    record = einsum.record("moe_layer", 1, {}, {})
     assert record.samples_ms == [40.0, 90.0, 60.0]
     assert record.metrics["ratio_median"] == 4.0
     assert record.metrics["user_ratio_median"] == 3.0
@@ -178,15 +165,15 @@ def test_ratios_are_of_pairs_in_one_round():
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
-    einsum = moe_layer.MoELayerSettings().ways()[0]
+    einsum = ways()[0]
     monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
-    assert too_large(einsum, 2048, False, Alone()) == (
+    assert einsum.too_large(2048, Alone()) == (
         "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
         "usable"
     )
     monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**31)
-    assert too_large(einsum, 2048, False, Alone()) == ""
-    assert too_large(einsum, 2048, True, Alone()).startswith("one-hot tensors")
+    assert einsum.too_large(2048, Alone()) == ""
+    assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Alone())
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_layer, "start_ranks", lambda *_: pytest.fail("started in vain"))
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
     (in_tmp / "file").write_text("")
     assert run_command(moe_layer.main, [*arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -208,16 +195,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypa
     assert errors[0].startswith(line)
 
 
-def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
+def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
     started = []
     monkeypatch.setattr(
-        moe_layer, "start_ranks", lambda work, device, nproc, settings: started.append((nproc, settings))
+        expert_turns, "run_ranks", lambda work, nproc, device, settings, *_: started.append((nproc, settings))
     )
-    monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(moe_layer.main, ["--smoke"]) == 0
     [(nproc, settings)] = started
     assert nproc == 2
     assert settings.tokens <= 64
+    assert not list(in_tmp.iterdir())
 
 
 def test_the_table_has_a_column_a_candidate(capsys):
@@ -225,10 +212,10 @@ def test_the_table_has_a_column_a_candidate(capsys):
     records, stamp = [], stamp | {"backend": "gloo"}
     every = candidates()
     for scale, each in zip((60.0, 1.0, 2.0), every, strict=True):
-        each.laps = [Lap(1500.0 * scale, 0.0, 1000.0)]
+        each.laps = [[1500.0 * scale, 0.0, 1000.0]]
     for each in every:
-        records.append(each.record("moe_layer", predict(each.way, 16, 1, IDEAL, False), stamp))
-    moe_layer.show(records)
+        records.append(each.record("moe_layer", 1, each.way.predict(16, 1, IDEAL), stamp))
+    moe_layer.tell(records)
     shown = capsys.readouterr().out
     assert "einsum takes 60 times the CPU time of sort" in shown
     assert "gloo ranks of 1 thread(s) on abacus, 2 cores" in shown
@@ -240,12 +227,9 @@ def test_the_table_has_a_column_a_candidate(capsys):
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():
-    config = expert_layer.shape(4, 64, 32, 64, Mixture())
-    layer, x = MoELayer(config), torch.randn(1, 64, 32, requires_grad=True)
-    with Observer() as seen:
+    config = expert_layer.LayerSettings(tokens=64, d_model=32, d_ff=64).way("sort", 4, Mixture()).config
+    layer, x = MoELayer(config), torch.randn(1, 64, 32)
+    with torch.no_grad(), Observer() as seen:
         seen.begin("forward")
-        y = layer(x)
-        seen.begin("backward")
-        y.sum().backward()
-    for said, counts in zip(expert_layer.EXPERT_LAUNCHES, seen.phases.values(), strict=True):
-        assert said == pytest.approx(counts.work.total(), rel=0.2)
+        layer(x)
+    assert seen.phases["forward"].work.total() == pytest.approx(expert_layer.EXPERT_LAUNCHES, rel=0.2)

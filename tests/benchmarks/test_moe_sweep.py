@@ -1,5 +1,6 @@
 """The sweep over expert layers: its grid, what it refuses, its table and its plot."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,21 +8,21 @@ import pytest
 from benchmarks import moe_sweep
 from benchmarks.expert_tables import cells, row, show, sweep
 from benchmarks.harness import WrongResultError
+from benchmarks.lib import expert_layer, expert_turns
 from benchmarks.lib.expert_picture import chosen_capacity, draw, factor, lines
-from benchmarks.moe_sweep import MoESweepSettings, newest, parse_capacity, places
+from benchmarks.moe_sweep import MoESweepSettings, parse_capacity
 from benchmarks.records import Record, append_record, read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
-from cs336_systems.cost.plots import style
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
-from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.model.moe import MoELayer
 from tests.support import ranks
 
+needs_matplotlib = pytest.mark.skipif(not can_plot(), reason="matplotlib is in the extra `writeup`")
 TINY = {"experts": (4, 8), "tokens": 32, "d_model": 8, "d_ff": 16, "rounds": 1, "skew": 1.0}
 CAPACITIES = ("1x", "2x", "0.25", "dropless")
-LIMIT = 4 * 32 * 8 * 16 / 1e9  # of a one-hot tensor: 8 experts without a capacity have more
+LIMIT = 4 * 32 * 8 * 16  # of a one-hot tensor: 8 experts without a capacity have more
 
 
 def measured(candidate: str = "sort", experts: int = 8, slots: int | None = 4, ranks: int = 2, **config) -> Record:
@@ -45,9 +46,11 @@ def grid() -> list[Record]:
 
 
 def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
-    moe_sweep.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
-    settings = MoESweepSettings(**TINY, capacity=CAPACITIES, one_hot_limit=LIMIT)
-    moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), settings, Path(results))
+    expert_turns.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
+    expert_layer.ONE_HOT_LIMIT = LIMIT
+    settings = MoESweepSettings(**TINY, capacity=CAPACITIES)
+    place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
+    expert_turns.work(place, settings, "moe_sweep", enter, Path(results))
 
 
 def broken_case(rank: int, world: int, folder: str) -> str:
@@ -97,19 +100,19 @@ def test_capacities(text, slots, training):
     assert mixture.capacity(512, 8, training) == slots
 
 
-def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
+def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys):
     started, here = [], Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda work, count, *_: started.append(count))
-    moe_sweep.measure(MoESweepSettings(), Place(), Path("scratch"))
-    moe_sweep.measure(MoESweepSettings(nproc=(2,), smoke=True), Place(), Path("scratch"))
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda work, count, *_: started.append(count))
+    for arguments in ([], ["--nproc", "2", "--smoke"]):
+        assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
     assert started == [1, 2, 4, 2]
-    monkeypatch.setattr(moe_sweep, "find_place", lambda: here)
-    monkeypatch.setattr(moe_sweep, "work", lambda place, *_: started.append(place))
-    moe_sweep.run(MoESweepSettings())
+    monkeypatch.setattr(expert_turns, "find_place", lambda: here)
+    monkeypatch.setattr(expert_turns, "work", lambda place, *_: started.append(place))
+    assert run_command(moe_sweep.main, ["--results", "other"]) == 0
     assert started[-1] == here
-    assert not list(in_tmp.iterdir())  # rank 1 opens no file of records
-    with pytest.raises(UserError, match="--nproc 2 would start ranks, but 4 were started already"):
-        places(MoESweepSettings(nproc=(2,)), here)
+    assert [path.name for path in in_tmp.iterdir()] == ["out"]  # rank 1 opens no file of records
+    assert run_command(moe_sweep.main, ["--nproc", "2"]) == 2
+    assert "--nproc 2 would start ranks, but 4 were started already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,15 +127,11 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
             ("--experts", "1", "--nproc", "1"),
             "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
         ),
-        (("--plot", "a.gif"), "error: --plot a.gif should end in .svg, .png, .pdf"),
         (("--results", "file"), "error: cannot write file/moe_sweep.jsonl: "),
-        (("--from-records", "--results", "file"), "error: no records in file/moe_sweep.jsonl: measure first, or name"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    monkeypatch.setattr(style, "can_plot", lambda: True)
-    monkeypatch.setattr(moe_sweep, "can_plot", lambda: True)
+    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
     (in_tmp / "file").write_text("")
     assert run_command(moe_sweep.main, [*arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -140,17 +139,21 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypa
     assert errors[0].startswith(line)
 
 
-def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(style, "can_plot", lambda: False)
-    monkeypatch.setattr(moe_sweep, "can_plot", lambda: False)
-    for arguments in (["--from-records"], ["--plot", "a.svg"]):
-        assert run_command(moe_sweep.main, arguments) == 2
-        assert capsys.readouterr().err == f"error: {HOW_TO_PLOT}\n"
+@pytest.mark.parametrize("there", [pytest.param(True, marks=needs_matplotlib), False])
+def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
+    """Without matplotlib the table and the records are all there is."""
 
+    def append(worker, count, device, settings, benchmark, enter, path):
+        for record in (each for each in grid() if each.config["ranks"] == count):
+            append_record(record, path)
 
-def test_only_the_newest_sweep_is_shown():
-    old, new = [measured(skew=0.0)], [measured(), measured("einsum"), measured(experts=32, slots=None)]
-    assert newest(old + new) == new
+    monkeypatch.setattr(expert_turns, "run_ranks", append)
+    monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
+    assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "32 records appended to out/moe_sweep.jsonl" in shown
+    assert ("plot in out/moe_sweep.svg" if there else HOW_TO_PLOT) in shown
+    assert (in_tmp / "out/moe_sweep.svg").exists() == there
 
 
 def test_a_line_of_the_table_is_a_cell():
@@ -175,18 +178,12 @@ def test_lines_of_the_plot():
     assert [factor(r) for r in found[32, "sort", 1]] == [1.0, 2.0, 2.0]
 
 
-@pytest.mark.skipif(not can_plot(), reason="matplotlib is in the extra `writeup`")
-def test_a_picture_is_drawn_from_records_alone_and_the_same_each_time(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("measured"))
-    for record in grid():
-        append_record(record, in_tmp / "moe_sweep.jsonl")
-    assert run_command(moe_sweep.main, ["--from-records", "--results", "."]) == 0
-    assert "plot in moe_sweep.svg" in capsys.readouterr().out
-    first = (in_tmp / "moe_sweep.svg").read_bytes()
+@needs_matplotlib
+def test_a_picture_is_the_same_each_time(in_tmp):
+    first, second = (save(draw(grid()), in_tmp / name).read_bytes() for name in ("first.svg", "second.svg"))
     assert b"<svg" in first
     assert len(first) < 60_000
-    save(draw(newest(grid())), in_tmp / "again.svg")
-    assert (in_tmp / "again.svg").read_bytes() == first
+    assert first == second
     alone = draw([record for record in grid() if record.config["ranks"] == 1])
     assert [text.get_text() for text in alone.axes[1].texts] == ["one rank sends nothing"]
 

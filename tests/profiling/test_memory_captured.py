@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.lib.profiling_pictures import memory_snapshot
+from benchmarks.lib.profiling_record import memory_snapshot
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
 from cs336_systems.profiling import Capture, read_trace

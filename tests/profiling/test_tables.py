@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from benchmarks.lib.profiling_pictures import as_json
+from benchmarks.lib.profiling_record import as_json
 from cs336_systems.host.console import LiteralConsole
 from cs336_systems.host.table import Table, cut
 from cs336_systems.profiling import report

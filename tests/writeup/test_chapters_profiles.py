@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
-from benchmarks.lib.profiling_pictures import TABLES
+from benchmarks.lib.profiling_record import TABLES
 from benchmarks.records import Record
 from cs336_systems.presets import preset
 from writeup.book import Book, Citation
