@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.check.foreign import FOREIGN, require_installed
+from cs336_systems.check.foreign import FOREIGN
 from cs336_systems.errors import UserError
 
 KINDS = ("ddp", "fsdp", "sharded-optimizer", "step", "tensor-parallel")
@@ -15,19 +15,12 @@ EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
 )
 
 
-def exercise(name: str) -> dict[str, Any]:
-    """An exercise. Raises UserError if there is none of the name."""
-    if name not in EXERCISES:
-        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
-    return EXERCISES[name]
-
-
 def require_target(target: str) -> None:
     """Raises UserError for a name that is neither a Python file nor a wrapper of this library or of another system."""
     path, _, name = target.partition(":")
     if target in FOREIGN:
-        require_installed(target)
-    elif path == "ours":
+        return
+    if path == "ours":
         if name not in OURS:
             raise UserError(f"{target} does not exist; there are {', '.join(OURS)}")
     elif not path.endswith(".py"):
