@@ -153,12 +153,12 @@ class Evidence:
         return ""
 
     def _factors(self, wrong: Wrong) -> list[float]:
-        """The factors with which the ranks' own gradients add up to the tensor, if there are such."""
+        """The factors, none of them 0, with which the ranks' own gradients add up to the tensor, if there are such."""
         own, got = self._own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
         if not self.world < len(got) == len(own):
             return []
         factors = torch.linalg.lstsq(own, got).solution
-        return factors.tolist() if (own @ factors - got).norm() <= 1e-6 * got.norm() else []
+        return factors.tolist() if largest(own @ factors - got) <= 1e-9 < factors.abs().min() else []
 
     def _own(self, wrong: Wrong) -> Tensor:
         """The gradients of each rank's own rows, stacked."""
@@ -199,8 +199,8 @@ class Evidence:
         yield from self._accumulated(step, name, rank, want)
         yield "never synchronised", own[rank], ""
         yield "never synchronised", own[rank] / n, f"divided by {n}"
-        flat, size = own.reshape(n, -1), -(-want.numel() // n)
-        shares = torch.cat([flat[r, r * size : (r + 1) * size] for r in range(n)]).view_as(want)
+        size = -(-want.numel() // n)
+        shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
         yield "never synchronised", shares, "each rank's share of it"
         yield "never synchronised", shares / n, f"each rank's share of it, divided by {n}"
         yield "summed", n * want, f"{n} times the mean"

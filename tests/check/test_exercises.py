@@ -104,6 +104,12 @@ def test_a_mistake_is_told(name, mistake, tmp_path):
     assert said in " ".join(str(report).split())
 
 
+def test_a_norm_over_one_ranks_share_is_named(tmp_path):
+    """torch's clip_grad_norm_ over flat shares, which the exercise allows."""
+    report = grade("zero-3", written(tmp_path, SOLVED["zero-3"]), only=("training", "clipping by the norm"))
+    assert report.of("clipping by the norm").cause == "norm of a share", report
+
+
 def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
     assert run("--exercises") == 0
     listed = capsys.readouterr().out.splitlines()
