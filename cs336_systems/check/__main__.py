@@ -78,8 +78,8 @@ def main(
     """Compare TARGET on several ranks with one process, property by property.
 
     TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),
-    torch:ddp, torch:fsdp2, torch:zero, or ours:ddp-naive ... ours:zero3. A function build() in the
-    file gives the model; with --types TARGET may be FILE.py:build itself, which returns a split model and
+    torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, or accelerate. A function build()
+    in the file gives the model; with --types TARGET may be FILE.py:build itself, which returns a split model and
     its inputs. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
     """
     if tests and not (exercise and target):

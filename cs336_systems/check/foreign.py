@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 from unittest import mock
 from warnings import catch_warnings, simplefilter
+
+from cs336_systems.errors import UserError
 
 Built = tuple[Any, Any]  # a model and its optimizer
 
@@ -95,7 +98,18 @@ FOREIGN = {  # wrappers of other systems: kind, and the module that has them
     "torch:ddp": ("ddp", "torch.nn.parallel"),
     "torch:fsdp2": ("fsdp", "torch.distributed.fsdp"),
     "torch:zero": ("sharded-optimizer", "torch.distributed.optim"),
+    "accelerate": ("ddp", "accelerate"),
+    "deepspeed:zero1": ("ddp", "deepspeed"),
 }
+
+
+def require_installed(name: str) -> None:
+    """Raises UserError where the module of another system's wrapper is not installed, or cannot be checked."""
+    module = FOREIGN[name][1]
+    if find_spec(module.partition(".")[0]) is None:
+        raise UserError(f"{name}: {module} is not installed here; pip install {module}")
+    if name == "deepspeed:zero1":  # it also compiles extensions when it starts
+        raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
 
 
 def foreign(name: str) -> tuple[str, Callable[..., Built]]:
@@ -114,4 +128,5 @@ def _built(name: str, library: Any, module: Any, cls: Any, options: dict[str, An
         library.fully_shard(module)
     if name == "torch:ddp":  # with buckets so small that there are several
         module = library.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0005)
-    return module, cls(module.parameters(), **options)
+    optimizer = cls(module.parameters(), **options)
+    return library.Accelerator(cpu=True).prepare(module, optimizer) if name == "accelerate" else (module, optimizer)

@@ -40,7 +40,7 @@ from cs336_systems.errors import UserError
 
 R, V, P = range(3)
 NAMES = {"R": "Replicate (R)", "I": "Invariant (I)", "V": "Varying (V)", "P": "Partial (P)"}
-UNTYPED = ("torch:ddp", "torch:fsdp2")
+UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
 TYPED = (FIRST.name, "tied weights", "unused on every rank", "accumulation in no_sync")
 FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their first operand without reading it
 

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.check.foreign import FOREIGN
+from cs336_systems.check.foreign import FOREIGN, require_installed
 from cs336_systems.errors import UserError
 
 KINDS = ("ddp", "fsdp", "sharded-optimizer", "step", "tensor-parallel")
@@ -19,8 +19,8 @@ def require_target(target: str) -> None:
     """Raises UserError for a name that is neither a Python file nor a wrapper of this library or of another system."""
     path, _, name = target.partition(":")
     if target in FOREIGN:
-        return
-    if path == "ours":
+        require_installed(target)
+    elif path == "ours":
         if name not in OURS:
             raise UserError(f"{target} does not exist; there are {', '.join(OURS)}")
     elif not path.endswith(".py"):

@@ -111,7 +111,7 @@ def test_no_false_alarm_on_what_students_write(name):
     assert_right(make(STUDENTS[name]), timeout=patience(PATIENCE), only=MUST)
 
 
-@pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2"])
+@pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2", "accelerate"])
 def test_no_false_alarm_on_three_ranks(name):
     assert_right(load(name)[0][0], ranks=3, timeout=patience(PATIENCE), only=("training", "tied weights"))
 
@@ -390,6 +390,7 @@ def test_complex_numbers_are_compared_whole():
         (lambda: candidate(lambda model, optimizer, cat: None, name="train"), "what is cat"),
         (lambda: load("torch:fsdp"), "neither a Python file nor"),
         (lambda: load("ours:zero4"), "ours:zero4 does not exist"),
+        (lambda: load("deepspeed:zero1"), "deepspeed is not installed here"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(call: Callable[[], Any], said: str):
