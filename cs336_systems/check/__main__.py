@@ -1,5 +1,6 @@
 """Check a parallel wrapper, optimizer or training step against one process: `python -m cs336_systems.check TARGET`."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,30 +12,27 @@ from typing import Any
 import click
 
 from cs336_systems.check.targets import EXERCISES, KINDS, TYPED_RANKS, require_target
-from cs336_systems.check.targets import exercise as find_exercise
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
 
+def stop(*_: Any) -> None:
+    """Raise TimeoutError for an alarm."""
+    raise TimeoutError("it did not end in ten times --timeout")
+
+
 def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
-    """Checks of types alone, of the model that a function without parameters returns, or of a data-parallel wrapper.
-    Raises UserError for a `build` that cannot be called without arguments, unless `kind` says that it is a wrapper."""
+    """Checks of types alone: of the model that a function without parameters, or named `build`, returns, or of a
+    data-parallel wrapper, as which `kind` marks any function."""
     from cs336_systems.check.candidates import load, load_file
     from cs336_systems.check.shadow import check_reduction
 
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
-    if callable(build):
-        parameters, is_build = signature(build).parameters.values(), name == "build" and kind is None
-        if is_build and (needed := [each.name for each in parameters if each.default is each.empty]):
-            raise UserError(
-                f"{target} takes {', '.join(needed)}, but a build() of a split model is called without arguments: give "
-                "each a default, or say with --as what kind of wrapper it is"
-            )
-        if is_build or not parameters:
-            from cs336_systems.check.types import check_model
+    if callable(build) and (not signature(build).parameters or (name == "build" and kind is None)):
+        from cs336_systems.check.types import check_model
 
-            return [partial(check_model, build, target)]
+        return [partial(check_model, build, target)]
     return [partial(check_reduction, each) for each in load(target, kind)[0]]
 
 
@@ -71,7 +69,7 @@ def number_checks(
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
 @click.option("--types", is_flag=True, help=f"Check only types, on {TYPED_RANKS} simulated ranks.")
 @click.option("--exercises", is_flag=True, help="List the exercises that these checks grade.")
-@click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in, or grade TARGET, if given.")
+@click.option("--exercise", type=click.Choice(list(EXERCISES)), metavar="NAME", help="Print its file, or grade TARGET.")
 @click.option("--tests", metavar="FILE", help="With --exercise: tests, which broken variants of TARGET must fail.")
 def main(
     target: str, kind: str | None, ranks: int, timeout: float, strict: bool, only: tuple[str, ...], types: bool,
@@ -88,7 +86,7 @@ def main(
         raise UserError("--tests needs --exercise NAME and TARGET, the file that the tests are of")
     if exercises or (exercise and not target):
         lines = [f"{name:<{max(map(len, EXERCISES))}}  {each['title']}" for name, each in EXERCISES.items()]
-        click.echo("\n".join(lines) if exercises else find_exercise(exercise or "")["file"].strip())
+        click.echo("\n".join(lines) if exercises else EXERCISES[exercise or ""]["file"].strip())
         return
     if not target:
         raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
@@ -97,6 +95,9 @@ def main(
         given = {"--exercise": exercise, "--only": only, "--tests": tests, "--ranks": ranks != 2}
         if ignored := [name for name, value in given.items() if value]:
             raise UserError(f"--types has checks of its own, on {TYPED_RANKS} ranks: drop {' and '.join(ignored)}")
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 10 * timeout, 10 * timeout)
+        click.get_current_context().call_on_close(partial(signal.setitimer, signal.ITIMER_REAL, 0))
         checks = type_checks(target, kind)
     else:
         checks = number_checks(target, kind, only, exercise, tests, ranks=ranks, timeout=timeout)

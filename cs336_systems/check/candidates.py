@@ -5,15 +5,20 @@ functions that the course's editions of 2024, 2025 and 2026 name in tests/adapte
 """
 
 import inspect
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +41,36 @@ ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, a
 }  # fmt: skip
 GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
                  "group")  # fmt: skip
+ENDED = "ended by itself with exit code"
 BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
 
 
-def nothing(model: Any, optimizer: Any) -> None:
-    """Do nothing."""
+def line_of(error: BaseException, who: str = "it") -> str:
+    """Kind and message of an error, in one line that is not too long; of an exit, who has ended."""
+    words = shorten(re.sub(r"\[\S+\.cc:\d+\]", "", str(error)), 160, placeholder=" ...")  # without places in gloo
+    if isinstance(error, SystemExit):
+        return f"{who} {ENDED} {int(error.code or 0) if isinstance(error.code, int | None) else f'1: {words}'}"
+    return f"{type(error).__name__}: {words}"
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Inside the block os._exit raises SystemExit in this process, so that an exit is reported; forks of it end."""
+    leave, process = os._exit, os.getpid()
+    with mock.patch("os._exit", lambda code: sys.exit(code) if os.getpid() == process else leave(code)):
+        yield
+
+
+@contextmanager
+def called(what: str) -> Iterator[None]:
+    """Run code of the user's inside the block. Raises UserError, in one line, for whatever error or exit it raises."""
+    try:
+        with exits_raised():
+            yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what}: {line_of(error)}") from error
 
 
 def synchronise(model: Any, optimizer: Any) -> None:
@@ -58,7 +88,7 @@ class Candidate:
     kind: str
     build: Callable[..., Any]
     finish: Callable[[Any, Any], object] = synchronise
-    before: Callable[[Any, Any], object] = nothing
+    before: Callable[[Any, Any], object] = lambda model, optimizer: None
     gather: Callable[[Any], dict[str, Tensor]] | None = None
     step: Callable[..., Any] | None = None
     has_gradients: bool = True  # `.grad` is whole or can be made so; else gradients follow from updates
@@ -66,10 +96,7 @@ class Candidate:
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Select the offered arguments that a function has parameters for."""
-    try:
-        return {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
-    except ValueError:
-        return {}
+    return {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
 
 
 def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
@@ -123,7 +150,7 @@ def candidate(target: Any, kind: str | None = None, name: str = "", beside: Modu
         return Candidate(name, kind, partial(wrapped, lambda module: module), step=target)
     build, prefix = partial(sharded if kind == "sharded-optimizer" else wrapped, target), name.removeprefix("get_")
     finish = getattr(beside, f"{prefix}_on_after_backward", synchronise)
-    before = getattr(beside, f"{prefix}_on_train_batch_start", nothing)
+    before = getattr(beside, f"{prefix}_on_train_batch_start", Candidate.before)
     return Candidate(name, kind, build, finish, before, getattr(beside, f"{prefix}_gather_full_params", None))
 
 
@@ -163,16 +190,13 @@ class Uncached(SourceFileLoader):
 
 
 def load_file(path: Path) -> ModuleType:
-    """A Python file as a module; what lies beside it can be imported by it. Raises UserError for what it raises."""
+    """A Python file as a module; what lies beside it can be imported by it. Raises UserError."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
     loader = Uncached(f"checked_{path.stem}", where := str(path.resolve()))
     module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=where))
     module.__file__ = where
     sys.path.append(str(path.resolve().parent))
-    try:
+    with called(f"{path} cannot be imported"):
         loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} cannot be imported: {said}") from None
     return module

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.check.cases import Case, training
 from cs336_systems.check.oracle import Key, Notes, copied
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, factor_of, largest, likely_bound
+from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, largest, likely_bound
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
 KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them
@@ -50,7 +50,10 @@ class Evidence:
 
     def __post_init__(self) -> None:
         self.world = len(self.got)
-        self.lowest = max({torch.float64, *self.want[0].dtypes} & UNIT_ROUNDOFF.keys(), key=UNIT_ROUNDOFF.__getitem__)
+        self.lowest = max(
+            {torch.float64, *(p.dtype for p in self.case.module(0, 0).parameters())} & UNIT_ROUNDOFF.keys(),
+            key=UNIT_ROUNDOFF.__getitem__,
+        )
         self.order = [name for step, kind, name in self.want[0].tensors if (step, kind) == (-1, "weight")]
         if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
             self._derive()
@@ -97,7 +100,7 @@ class Evidence:
                 reached = any(k[0] >= step and k[1] == "weight" for k in notes.tensors) or not notes.error
                 noted = kind in ("weight", "buffer", "norm") or any(k[1] == kind for k in notes.tensors)
                 if want is None or not reached or not noted:
-                    continue  # it came to an end before that; or a training step that returns no loss
+                    continue  # it came to an end before that; or a training step, whose loss is not asked for
                 if kind != "gradient":
                     yield Wrong(key, rank, math.inf, torch.empty(0), torch.empty(0), "missing")
                     continue
@@ -130,10 +133,37 @@ class Evidence:
                 return name, f"{detail}{', ' * bool(detail)}{int(other.sum())} of its {got.numel()} elements"
         if is_gradient and (place := self._elsewhere(key, rank, got, limit)):
             return "another tensor's", place
-        if key[1] in ("gradient", "weight") and (got - want).norm() <= 2.0**-18 * want.norm():
-            return "rounded", ""
-        factor = factor_of(got, want) if is_gradient else None
-        return ("unknown", "") if factor is None else ("factor", f"times {factor:.6g}")
+        if key[1] in ("gradient", "weight") and (rounded := self._rounded(wrong)):
+            return "rounded", rounded
+        if not (factors := self._factors(wrong) if is_gradient else []):
+            return "unknown", ""
+        if max(factors) - min(factors) <= 1e-6:
+            return "factor", f"times {self.world * factors[0]:.6g}"
+        return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors))
+
+    def _rounded(self, wrong: Wrong) -> str:
+        """A dtype in which a tensor seems to have been reduced or kept, as its elements, or those of the sum before the
+        mean, have no more digits; float32 may have computed it, too."""
+        got, limit = wrong.got, self.tolerance(wrong.key, wrong.want)
+        off = ((got - wrong.want).norm() / wrong.want.norm()).item()
+        for dtype, roundings in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 64)):
+            fits = any(largest(n * got - (n * got).to(dtype)) <= n * limit for n in (1, self.world))
+            if off <= bound(dtype, roundings) and (fits or dtype == torch.float32):
+                return f"{str(dtype).removeprefix('torch.')}: relative error {off:.1g}"
+        return ""
+
+    def _factors(self, wrong: Wrong) -> list[float]:
+        """The factors, none of them 0, with which the ranks' own gradients add up to the tensor, if there are such."""
+        own, got = self._own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
+        if not self.world < len(got) == len(own):
+            return []
+        factors = torch.linalg.lstsq(own, got).solution
+        return factors.tolist() if largest(own @ factors - got) <= 1e-9 < factors.abs().min() else []
+
+    def _own(self, wrong: Wrong) -> Tensor:
+        """The gradients of each rank's own rows, stacked."""
+        (step, _, name), want = wrong.key, self.want[wrong.rank].tensors.get(wrong.key, wrong.want)
+        return torch.stack([notes.tensors.get((step, "local", name), torch.zeros_like(want)) for notes in self.want])
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that the tensor would have under each mistake, the likeliest first."""
@@ -141,6 +171,9 @@ class Evidence:
         before = self.got[rank].tensors.get((step - 1, "weight", name))
         if kind == "norm":
             yield "norm of replicas", wrong.want * self.world**0.5, f"times {self.world**0.5:.4g}"
+            parts = torch.stack([notes.tensors.get(wrong.key, wrong.want) for notes in self.got])
+            if largest(parts.square().sum().sqrt() - wrong.want) <= self.tolerance(wrong.key, wrong.want):
+                yield "norm of a share", parts[rank], ""
         elif kind == "gradient":
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
@@ -156,7 +189,7 @@ class Evidence:
         """Values that a whole gradient would have under each mistake."""
         (step, _, name), rank, n, right = wrong.key, wrong.rank, self.world, self.want[wrong.rank].tensors
         want = right.get(wrong.key, wrong.want)
-        own = torch.stack([notes.tensors.get((step, "local", name), torch.zeros_like(want)) for notes in self.want])
+        own = self._own(wrong)
         if self.case.part.__name__ == "uneven":
             yield "mean of means", own.mean(0), ""
         parts = [notes.tensors.get(wrong.key, torch.empty(0)) for notes in self.got]
@@ -166,6 +199,10 @@ class Evidence:
         yield from self._accumulated(step, name, rank, want)
         yield "never synchronised", own[rank], ""
         yield "never synchronised", own[rank] / n, f"divided by {n}"
+        size = -(-want.numel() // n)
+        shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
+        yield "never synchronised", shares, "each rank's share of it"
+        yield "never synchronised", shares / n, f"each rank's share of it, divided by {n}"
         yield "summed", n * want, f"{n} times the mean"
         yield "averaged twice", want / n, f"1/{n} of the mean"
         if (before := right.get((step - 1, "gradient", name))) is not None:

@@ -23,7 +23,7 @@ from cs336_systems.check.functions import PROBES, hold, probe
 from cs336_systems.check.models import Replica
 from cs336_systems.check.ranks import BrokenPromiseError
 from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Report, check
-from cs336_systems.check.targets import exercise
+from cs336_systems.check.targets import EXERCISES
 from cs336_systems.comm import Group, broadcast, current_place
 from cs336_systems.errors import UserError
 
@@ -40,7 +40,7 @@ def grade(
 ) -> Report:
     """Report on a file that was filled in, or, if that is right, on a file of its tests. Raises UserError for a file
     without what is asked."""
-    asked, module = exercise(name), load_file(path)
+    asked, module = EXERCISES[name], load_file(path)
     for each in asked["name"].split():
         if not callable(getattr(module, each, None)):
             raise UserError(f"{path} has no {each}, which the exercise {name} asks for")
@@ -183,7 +183,7 @@ def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks:
         if each.name == OWN:
             report.verdicts[i] = replace(each, status=FAILED if fails else RIGHT)
         else:
-            says = each.says.partition(": ")[0] if fails else "all tests pass, although it is broken"
+            says = each.says.partition(": ")[0] if fails else "your tests accept this broken variant: all of them pass"
             report.verdicts[i] = replace(each, status=RIGHT if fails else WRONG, says=says)
     return report
 

@@ -2,9 +2,10 @@
 torch.distributed, as a user's code does."""
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,6 @@ from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
 
-MESSAGES = ("send", "recv", "isend", "irecv")
 Built = tuple[Any, Any]  # a model and its optimizer
 
 
@@ -34,18 +34,17 @@ class Late:
         return getattr(self._work(), name)
 
 
-def collectives() -> dict[str, Callable[..., Any]]:
-    """The functions of torch.distributed that may return before they have ended, by name."""
-    found = vars(import_module("torch.distributed")).items()
-    functions = {name: each for name, each in found if type(each) is FunctionType}
-    return {name: each for name, each in functions.items() if "async_op" in inspect.signature(each).parameters}
-
-
 @contextmanager
 def late_collectives() -> Iterator[None]:
-    """Delay asynchronous collectives of torch.distributed until they are waited for, so that a missing wait shows."""
-    late: Any = {name: _late(function) for name, function in collectives().items()}
-    with mock.patch.multiple("torch.distributed", **late):
+    """Delay asynchronous collectives of torch.distributed until they are waited for, so that a missing wait shows, also
+    for modules that have imported them by name."""
+    found = [each for each in vars(import_module("torch.distributed")).values() if type(each) is FunctionType]
+    late = {id(each): _late(each) for each in found if "async_op" in inspect.signature(each).parameters}
+    with ExitStack() as stack:
+        for path, module in list(sys.modules.items()):
+            if path == "torch.distributed" or not path.startswith("torch"):
+                held: Any = {name: late[id(each)] for name, each in list(vars(module).items()) if id(each) in late}
+                stack.enter_context(mock.patch.multiple(module, **held) if held else ExitStack())
         yield
 
 
@@ -61,25 +60,28 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+@cache
+def _counter() -> Counter[str]:
+    counts = Counter[str]()
+
+    class Counting(import_module("torch.utils._python_dispatch").TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "c10d" in function.namespace and "wait" not in (name := function.overloadpacket.__name__):
+                leaves = import_module("torch.utils._pytree").tree_leaves((args, kwargs))
+                counts["elements"] += sum(each.numel() for each in leaves if hasattr(each, "numel"))
+                counts["reductions"] += "reduce" in name
+            return function(*args, **(kwargs or {}))
+
+    Counting().__enter__()
+    return counts
+
+
 def count_collectives() -> Counter[str]:
-    """Count, from now on in this process, the all-reduces and reduce-scatters of torch.distributed that are launched
-    ("reductions"), and the elements of all tensors that any collective or message is given ("elements")."""
-    dist, counts = import_module("torch.distributed"), Counter[str]()
-
-    def size(given: Any) -> int:
-        return sum(map(size, given)) if isinstance(given, list | tuple) else getattr(given, "numel", int)()
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*arguments: Any, **named: Any) -> Any:
-            counts["elements"] += size((arguments, *named.values()))
-            counts["reductions"] += "reduce" in name
-            return function(*arguments, **named)
-
-        return called
-
-    for name in (*collectives(), *MESSAGES):
-        setattr(dist, name, counted(name, getattr(dist, name)))
+    """Count anew, from now on in this process, all-reduces and reduce-scatters that are launched ("reductions"), and
+    elements of all tensors that any collective or message is given ("elements"), in torch's dispatcher, where all pass
+    but calls of a process group's backend itself."""
+    counts = _counter()
+    counts.clear()
     return counts
 
 
@@ -102,10 +104,12 @@ FOREIGN = {  # wrappers of other systems: kind, and the module that has them
 
 
 def require_installed(name: str) -> None:
-    """Raises UserError where the module of another system's wrapper is not installed."""
+    """Raises UserError where the module of another system's wrapper is not installed, or cannot be checked."""
     module = FOREIGN[name][1]
     if find_spec(module.partition(".")[0]) is None:
         raise UserError(f"{name}: {module} is not installed here; pip install {module}")
+    if name == "deepspeed:zero1":  # it also compiles extensions when it starts
+        raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
 
 
 def foreign(name: str) -> tuple[str, Callable[..., Built]]:
@@ -117,8 +121,6 @@ def foreign(name: str) -> tuple[str, Callable[..., Built]]:
 
 
 def _built(name: str, library: Any, module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    if name == "deepspeed:zero1":  # it also compiles extensions when it starts
-        raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
     if name == "torch:zero":
         parameters = module.parameters()
         return module, library.ZeroRedundancyOptimizer(parameters, optimizer_class=cls, process_group=group, **options)

@@ -184,23 +184,20 @@ def _is(state: Any, step: int) -> bool:
 def _reload(module: ModuleType, group: Group) -> None:
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         hold(module.load(Path(name)) is None, "load of an empty folder is not None")
-        (Path(name) / "first").mkdir()
-        module.save(_state(0), Path(name) / "first")  # here, where an error of it is seen
-        (Path(name) / "then").mkdir()
-        name = str(Path(name) / "then")
+        module.save(_state(0), Path(name))  # here, where an error of it is seen
         for step in (1, 2, 3):
-            if process := os.fork():  # another process saves: what is loaded comes from the folder
-                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                hold(code == 0, f"the save of step {step} fails")
-            else:
-                _save_and_exit(module, step, Path(name))
+            code = _forked(partial(module.save, _state(step), Path(name)))  # so that the folder alone has the state
+            hold(code == 0, f"the save of step {step} fails")
             hold(_is(module.load(Path(name)), step), f"load after the save of step {step} gives something else")
 
 
-def _save_and_exit(module: ModuleType, step: int, folder: Path) -> None:
+def _forked(act: Callable[[], object]) -> int:
+    """Exit code of another process that calls a function: 1 if that raises, negative if it is killed."""
+    if process := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 1
     try:
-        module.save(_state(step), folder)
+        act()
         code = 0
     finally:
         os._exit(code)
@@ -237,13 +234,7 @@ def _killed(module: ModuleType, group: Group) -> None:
     for number in sorted({*draw.sample(own, min(len(own), 60)), *draw.sample(range(len(lines)), min(len(lines), 20))}):
         with tempfile.TemporaryDirectory(prefix="check-") as name:
             module.save(_state(1), Path(name))
-            if process := os.fork():
-                os.waitpid(process, 0)
-            else:
-                try:
-                    _traced(module, Path(name), last=number)
-                finally:
-                    os._exit(0)
+            _forked(partial(_traced, module, Path(name), last=number))
             file, line = lines[number]
             _hold_whole(module, Path(name), f"killed before line {line} of {Path(file).name}")
 

@@ -4,7 +4,7 @@ A program is a generator over a `Run`; where it yields, the ranks' gradients are
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,9 +103,7 @@ class Replica(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
+    no_sync = staticmethod(nullcontext)
 
 
 @dataclass
@@ -119,10 +117,6 @@ class Run:
     data: Callable[[int], tuple[Tensor, Tensor]] = batch
     part: Callable[[Tensor, int, int], Tensor] = rows_of
     criterion: Callable[[Tensor, Tensor], Tensor] = token_loss
-
-    @property
-    def module(self) -> Any:
-        return self.model.module
 
     def rows(self, step: int) -> tuple[Tensor, ...]:
         return tuple(self.part(each, self.rank, self.world) for each in self.data(step))

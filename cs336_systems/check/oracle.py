@@ -19,7 +19,7 @@ Key = tuple[int, str, str]  # step, kind of tensor, name
 
 @dataclass
 class Notes:
-    """Tensors of one rank in the order in which they were computed, by (step, kind, name), and their dtypes.
+    """Tensors of one rank in the order in which they were computed, by (step, kind, name).
 
     Kinds: weight, buffer, loss, gradient, norm; of the reference also local (a rank's own gradient before the mean) and
     part (of a single backward pass). The first weights are of step -1.
@@ -27,7 +27,6 @@ class Notes:
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     error: str = ""
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
     def add(self, step: int, kind: str, name: str, tensor: Tensor) -> None:
         """A copy in float64; the second of a key gets a number."""
@@ -36,7 +35,6 @@ class Notes:
             number += 1
             key = (step, kind, f"{name} no. {number}".strip())
         self.tensors[key] = copied(tensor)
-        self.dtypes.add(tensor.dtype)
 
 
 def copied(tensor: Tensor) -> Tensor:

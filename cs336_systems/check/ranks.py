@@ -5,13 +5,10 @@ import faulthandler
 import json
 import math
 import os
-import re
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -22,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cs336_systems.check.candidates import BATCH, Candidate, accepted
+from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, exits_raised, line_of
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.oracle import Notes, ObservedRun
@@ -31,7 +28,6 @@ from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
 
 HUNG = "it did not end: killed"
-SAID = 160  # characters of an error that are kept
 
 
 class BrokenPromiseError(AssertionError):
@@ -59,11 +55,14 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
     rest = list(cases)
     while rest:
         with tempfile.TemporaryDirectory(prefix="check-") as name:
-            with suppress(UserError, RuntimeError):  # what a rank has written says more
+            first = ""  # how the first rank that failed has ended; what a rank has written says more
+            try:
                 run_ranks(_work, world, "cpu", candidate, rest, Path(name), timeout)
+            except (UserError, RuntimeError) as error:
+                first = str(error).partition("\n")[0].partition(":")[0]
             while rest:
                 case = rest.pop(0)
-                found.append((case, [_read(Path(name, f"{case.name}-{rank}")) for rank in range(world)]))
+                found.append((case, [_read(Path(name, f"{case.name}-{rank}"), rank, first) for rank in range(world)]))
                 if any(notes.error for notes in found[-1][1]):
                     rest = [] if case.name == FIRST.name else rest  # what cannot train has no other property
                     break
@@ -71,7 +70,6 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
 
 
 def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, timeout: float) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
     tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
     faulthandler.disable()  # a rank that gloo aborts has told why
     sys.stdout = sys.stderr = sink = open(os.devnull, "w")  # noqa: SIM115
@@ -79,28 +77,24 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
     os.dup2(sink.fileno(), 2)
     tell_environment(place)
     for number, case in enumerate(cases):
-        signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 1)
-        watchdog = threading.Timer(2 * timeout + 2, os._exit, [1])  # if the candidate has an alarm of its own
-        watchdog.daemon = True
-        watchdog.start()
+        faulthandler.dump_traceback_later(2 * timeout + 1, exit=True, file=sink)  # ends the process with code 1
         notes, spot = Notes(), replace(place, meeting=f"{place.meeting}-{number}")
-        noted = partial(_noted, folder / f"{case.name}-{place.rank}", notes)
+        noted = partial(_noted, folder / f"{case.name}-{place.rank}", notes, f"rank {place.rank}")
         slow = late_collectives() if case.slow else nullcontext()
         try:  # notes are written before leaving the group, too, which may not end
             with noted(), clean_torch(), distributed("cpu", None, timeout, spot) as group, noted(), slow:
                 observe(candidate, case, group, notes)
         except BaseException:
             os._exit(0)
-        watchdog.cancel()
 
 
 @contextmanager
-def _noted(path: Path, notes: Notes) -> Iterator[None]:
+def _noted(path: Path, notes: Notes, who: str) -> Iterator[None]:
     """Note the first error that ends the block, and write the notes: a line of JSON, and the numbers of all tensors."""
     try:
         yield
     except BaseException as error:
-        notes.error = notes.error or line_of(error)
+        notes.error = notes.error or line_of(error, who)
         raise
     finally:
         if notes.error or not path.exists():
@@ -109,35 +103,25 @@ def _noted(path: Path, notes: Notes) -> Iterator[None]:
             path.write_bytes(json.dumps(head, allow_nan=False).encode() + b"\n" + numbers)
 
 
-def _read(path: Path) -> Notes:
+def _read(path: Path, rank: int, first: str) -> Notes:
+    """A rank's notes; without any, how it ended, from how the `first` rank that failed did (none: exit code 0)."""
     try:
         head, _, numbers = path.read_bytes().partition(b"\n")
         error, tensors = json.loads(head)
         flat = torch.from_numpy(np.frombuffer(bytearray(numbers)))
-        pieces = flat.split([math.prod(shape) for *_, shape in tensors])
-    except (OSError, ValueError, RuntimeError):  # it was killed before, or while it wrote
-        return Notes(error=HUNG)
-    rows = zip(tensors, pieces, strict=True)
-    return Notes({(step, kind, name): piece.view(shape) for (step, kind, name, shape), piece in rows}, error)
+        pieces = zip(tensors, flat.split([math.prod(shape) for *_, shape in tensors]), strict=True)
+        return Notes({(step, kind, name): piece.view(shape) for (step, kind, name, shape), piece in pieces}, error)
+    except (OSError, ValueError, RuntimeError):  # it ended before, or while it wrote
+        is_own = first.startswith(f"rank {rank} ") and not first.endswith("code 1")  # else it was too late
+        return Notes(error=(first if is_own else HUNG) if first else f"rank {rank} {ENDED} 0")
 
 
-def line_of(error: BaseException) -> str:
-    """Kind and message of an error, in one line that is not too long."""
-    words = re.sub(r"\[\S+\.cc:\d+\] ", "", " ".join(str(error).split()))  # gloo's own place in its source
-    return f"{type(error).__name__}: {words if len(words) <= SAID else f'{words[:SAID]} ...'}"
+def is_gone(error: str) -> bool:
+    """True of a rank that hung, was killed or has ended by itself, without an error of its own."""
+    return any(words in error for words in (HUNG, ENDED, "was killed by", "ended with exit code"))
 
 
-@contextmanager
-def called(what: str) -> Iterator[None]:
-    """Run code of the user's inside the block. Raises UserError, in one line, for whatever error it raises."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: {line_of(error)}") from error
-
-
+@exits_raised()
 def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> None:
     """One rank's part of a case; of kind "function", `build` is all of it."""
     if candidate.kind == "function":
@@ -227,8 +211,6 @@ class CandidateRun(ObservedRun):
             yield from super().train(step, **options)
             return
         given = (self.model, self.optimizer, self.criterion, *self.rows(step), self.group)
-        loss = self.candidate.step(**accepted(self.candidate.step, {name: given[i] for name, i in BATCH.items()}))
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            self.note("loss", {"": loss})
+        self.candidate.step(**accepted(self.candidate.step, {name: given[i] for name, i in BATCH.items()}))
         self.optimizer.zero_grad()
         self.ended()

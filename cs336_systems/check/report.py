@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cs336_systems.check.candidates import Candidate, candidate
-from cs336_systems.check.cases import CASES, FIRST, Case
+from cs336_systems.check.candidates import Candidate, called, candidate
+from cs336_systems.check.cases import CASES, DIED, FIRST, Case
 from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose
 from cs336_systems.check.oracle import Notes, reference
-from cs336_systems.check.ranks import HUNG, BrokenPromiseError, called, clean_torch, run_cases
+from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -157,12 +157,14 @@ def _judge(evidence: Evidence) -> list[Verdict]:
         return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
     if case.error:
         return [_refusal(case, errors)]
-    found = evidence.wrong()
+    found = [] if any(map(is_gone, errors)) and case.name == FIRST.name else evidence.wrong()
     first = [evidence.explained(each) for each in found if each.moment == found[0].moment]
     if case.name != FIRST.name or (any(errors) and not found):
         return [_verdict(evidence, errors, first)]
     rows = []
     for name, (kind, is_before) in TRAINING.items():
+        if kind == "loss" and not any(key[1] == kind for key in evidence.got[0].tensors):
+            continue  # a training step, whatever it returns
         moments = [each.moment for each in found if each.key[1] == kind and (each.key[0] < 0) == is_before]
         if not moments:
             rows.append(Verdict(name, RIGHT))
@@ -183,20 +185,20 @@ def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdi
         return Verdict(case.name, WRONG if wrong else WEAK, f"{says}{f' Later: {error}' * bool(error)}", page, cause)
     if not error:
         return Verdict(case.name, RIGHT)
-    is_weak = silent or HUNG in errors
+    is_weak = silent or any(map(is_gone, errors))
     status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if is_weak else RIGHT
     says = error + "; it hung and was killed" * (HUNG in errors and error != HUNG)
     says += f", while rank {silent} went on as if nothing had happened" if silent else ""
     if status in (FAILED, REFUSED) and says.startswith(BROKEN):  # what runs and does not do what is asked is wrong
         return Verdict(case.name, WRONG, says.removeprefix(BROKEN))
-    return Verdict(case.name, status, says, case.page)
+    return Verdict(case.name, status, says, DIED if is_gone(error) else case.page)
 
 
 def _refusal(case: Case, errors: list[str]) -> Verdict:
     """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
     left = errors[:-1] if case.name == "a rank that dies" else errors
-    if HUNG in left or _silent(left):
-        says = "it hangs" if HUNG in left else f"no error on rank {_silent(left)}"
+    if gone := [each for each in left if is_gone(each) or not each]:
+        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {_silent(left)}"
         return Verdict(case.name, WEAK, says, case.page)
     return Verdict(case.name, RIGHT, first_error(left))
 

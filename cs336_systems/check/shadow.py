@@ -29,10 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.check.candidates import Candidate
+from cs336_systems.check.candidates import Candidate, line_of
 from cs336_systems.check.cases import CASES, FIRST, Case
 from cs336_systems.check.oracle import Notes
-from cs336_systems.check.ranks import clean_torch, line_of, observe
+from cs336_systems.check.ranks import clean_torch, observe
 from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Report, Verdict
 from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Group, fake_ranks
@@ -137,7 +137,7 @@ class Weights(Shadow):
 
     def __init__(self, group: Group, axis: str) -> None:
         super().__init__(group)
-        self.axis, self.module = axis, nn.Module()
+        self.axis, self.module, self.resize = axis, nn.Module(), torch.UntypedStorage.resize_
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -174,10 +174,7 @@ class Weights(Shadow):
     def _resized(self, storage: Any, size: int) -> Any:
         if storage._cdata in self.memory:
             self.memory[storage._cdata][1].fill_(P)
-        return RESIZE(storage, size)
-
-
-RESIZE = torch.UntypedStorage.resize_
+        return self.resize(storage, size)
 
 
 def _lies_in(x: Tensor, other: Tensor) -> bool:

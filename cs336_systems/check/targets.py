@@ -15,13 +15,6 @@ EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
 )
 
 
-def exercise(name: str) -> dict[str, Any]:
-    """An exercise. Raises UserError if there is none of the name."""
-    if name not in EXERCISES:
-        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
-    return EXERCISES[name]
-
-
 def require_target(target: str) -> None:
     """Raises UserError for a name that is neither a Python file nor a wrapper of this library or of another system."""
     path, _, name = target.partition(":")

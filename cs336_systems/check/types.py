@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cs336_systems.check.ranks import called
+from cs336_systems.check.candidates import called
 from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
 from cs336_systems.check.shadow import P, R, RefusedError, Shadow, refusal
 from cs336_systems.check.targets import TYPED_RANKS
@@ -169,21 +169,20 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
     """Run a module forward and backward with types, as rank 0 of a fake group; returns the refusal, or nothing. The
     first ends the run, since what follows from it would be refused as well.
 
-    build(), called in the group, returns a module or a TensorParallel and its inputs, a tuple; then, if some are not as
-    meant, a dictionary from parameters' names to letters. Weights that are not split, and inputs, are I unless their
-    `spmd_type` says otherwise; a scalar result is a loss. Raises UserError without spmd_types."""
+    build(), called in the group, returns a module or a TensorParallel and its inputs, a tuple. Weights that are not
+    split, and inputs, are I unless their `spmd_type` says otherwise; a scalar result is a loss.
+    Raises UserError without spmd_types."""
     with fake_ranks(0, ranks) as group:
         returned = build()
-        kinds = (nn.Module | TensorParallel, tuple, dict)
-        if not isinstance(returned, tuple) or len(returned) not in (2, 3) or not all(map(isinstance, returned, kinds)):
-            raise UserError(f"build() returns (split module, tuple of inputs[, dict of types]), not {returned!r:.80}")
-        built, inputs, *given = returned
-        types = dict.fromkeys(built.partial if isinstance(built, TensorParallel) else (), "R") | dict(*given)
-        module: nn.Module = built.model if isinstance(built, TensorParallel) else built
+        kinds = (nn.Module | TensorParallel, tuple)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not all(map(isinstance, returned, kinds)):
+            raise UserError(f"build() returns (split module, tuple of inputs), not {returned!r:.80}")
+        built, inputs = returned
+        module, partial_sums = (built.model, built.partial) if isinstance(built, TensorParallel) else (built, ())
         with typed(group, axis, module) as watch:
             for parameter, name in watch.names.items():
-                part = "V" if hasattr(parameter, "partition_dim") else "I"
-                watch.stamp(parameter, types.get(name, getattr(parameter, "spmd_type", part)))
+                usual = "R" if name in partial_sums else "V" if hasattr(parameter, "partition_dim") else "I"
+                watch.stamp(parameter, getattr(parameter, "spmd_type", usual))
             for x in (*inputs, *module.buffers()):
                 if isinstance(x, Tensor):
                     watch.stamp(x, getattr(x, "spmd_type", "I"))

@@ -240,7 +240,7 @@ MISTAKES = {
     "zero-3": [
         ("[:size].clone()", "[:size]", "keeps .data of"),
         ("self.part(gradient / dist.get_world_size())", "self.part(gradient)", "2 times the mean"),
-        ("                dist.all_reduce(gradient)", "                pass", "a layer used twice: unknown"),
+        ("                dist.all_reduce(gradient)", "                pass", "a layer used twice: never synchronised"),
     ],
     "vocabulary-loss": [
         ("        dist.all_reduce(most, dist.ReduceOp.MAX)", "        pass", "the loss is off by"),

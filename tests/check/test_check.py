@@ -1,10 +1,13 @@
 """Verdicts of `check`: no false alarm on right candidates, and the cause of each planted or published mistake named."""
 
+import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,7 +111,7 @@ def test_no_false_alarm_on_what_students_write(name):
     assert_right(make(STUDENTS[name]), timeout=patience(PATIENCE), only=MUST)
 
 
-@pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2"])
+@pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2", "accelerate"])
 def test_no_false_alarm_on_three_ranks(name):
     assert_right(load(name)[0][0], ranks=3, timeout=patience(PATIENCE), only=("training", "tied weights"))
 
@@ -246,10 +249,101 @@ def test_a_candidate_that_uses_the_alarm_is_killed_all_the_same():
     assert "it did not end: killed" in str(report)
 
 
-def test_a_file_that_exits_is_an_error(tmp_path):
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(UserError, match=r"leaves.py cannot be imported: SystemExit: 0$"):
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_a_file_that_exits_is_an_error(how, tmp_path):
+    (tmp_path / "leaves.py").write_text(f"import os, sys\n{how}\n")
+    with pytest.raises(UserError, match=r"leaves.py cannot be imported: it ended by itself with exit code 0$"):
         load(str(tmp_path / "leaves.py"))
+
+
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "sys.exit": (lambda: sys.exit(3), "rank 1 ended by itself with exit code 3"),
+    "sys.exit with words": (lambda: sys.exit("no GPU"), "rank 1 ended by itself with exit code 1: no GPU"),
+    "os._exit": (lambda: os._exit(3), "rank 1 ended by itself with exit code 3"),
+    "os._exit as before": (partial(os._exit, 0), "rank 1 ended by itself with exit code 0"),
+    "a crash": (lambda: signal.raise_signal(signal.SIGSEGV), "rank 1 was killed by SIGSEGV"),
+}
+
+
+class Ending(torch.nn.Module):
+    """Data parallelism whose rank 1 ends when it leaves a layer out, or at once."""
+
+    def __init__(self, module: torch.nn.Module, end: Callable[[], object], at_once: bool = True) -> None:
+        super().__init__()
+        self.inner, self.end = NaiveDDP(module), end
+        if at_once and torch.distributed.get_rank() == 1:
+            end()
+
+    def forward(self, tokens: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        if skip and torch.distributed.get_rank() == 1:
+            self.end()
+        return self.inner(tokens, skip=skip)
+
+    def finish_gradient_synchronization(self) -> None:
+        self.inner.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_rank_that_ends_by_itself_is_told(name):
+    end, said = ENDS[name]
+    report = check(lambda module: Ending(module, end), kind="ddp", only="training", timeout=patience(PATIENCE))
+    assert [(each.status, each.says) for each in report.verdicts] == [("FAILED", said)], report
+    assert report.exit_code() == 2
+
+
+def test_a_rank_that_ends_by_itself_later_is_told_where_it_does():
+    report = check(lambda module: Ending(module, lambda: os._exit(7), at_once=False), kind="ddp",
+                   only=("training", "unused on every rank"), timeout=patience(PATIENCE))  # fmt: skip
+    assert {each.status for each in report.verdicts[:-1]} == {"right"}, report
+    assert report.verdicts[-1].status == "refused"
+    assert report.verdicts[-1].says.startswith("rank 1 ended by itself with exit code 7")
+
+
+LOWER = {torch.float32: "float32: relative error", torch.float16: "float16: relative error",
+         torch.bfloat16: "bfloat16: relative error 0.00"}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_reduction_in_a_lower_precision_is_named_with_its_dtype(dtype, ranks):
+    name = str(dtype).removeprefix("torch.")
+    report = check(make(DDP, ".double()", f".{ {'float32': 'float', 'float16': 'half'}.get(name, name)}()"),
+                   only="training", ranks=ranks, timeout=patience(PATIENCE))  # fmt: skip
+    assert report.of("gradients").cause == "rounded"
+    assert f"({LOWER[dtype]}" in report.of("gradients").says, report
+
+
+def test_a_small_error_that_no_precision_explains_is_not_called_rounding():
+    report = check(make(DDP, DIVIDE, f"{DIVIDE}            flat[::2] *= 1.03\n"), only="training")
+    assert report.of("gradients").cause == "unknown", report
+
+
+def test_a_training_step_may_return_any_loss():
+    """Of a step that returns the mean over the ranks, only gradients and weights are compared."""
+
+    def step(model, optimizer, loss, inputs, targets):
+        value = loss(model(inputs), targets)
+        value.backward()
+        for each in [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]:
+            torch.distributed.all_reduce(each)
+            each /= torch.distributed.get_world_size()
+        optimizer.step()
+        return value.detach()
+
+    report = check(step, only=("training", "unequal parts of the batch"))
+    found = [("initial weights", ""), ("gradients", ""), ("weights after 3 steps", "")]
+    found.append(("unequal parts of the batch", "mean of means"))
+    assert [(each.name, each.cause) for each in report.verdicts] == found, report
+
+
+def test_a_missing_wait_is_seen_behind_an_import_by_name(tmp_path):
+    source = DDP.replace("from torch import nn", "from torch import nn\nfrom torch.distributed import all_reduce")
+    source = source.replace("dist.all_reduce(flat", "all_reduce(flat")
+    (tmp_path / "mine.py").write_text(source)
+    assert_right(load(f"{tmp_path}/mine.py:StudentDDP")[0][0], only=WAITS)
+    (tmp_path / "mine.py").write_text(source.replace("work.wait()", "__import__('time').sleep(0.02)"))
+    report = check(load(f"{tmp_path}/mine.py:StudentDDP")[0][0], only=("training", WAITS))
+    assert report.of(WAITS).cause == "never synchronised", report
 
 
 class Complex(torch.nn.Module):
@@ -297,7 +391,6 @@ def test_complex_numbers_are_compared_whole():
         (lambda: load("torch:fsdp"), "neither a Python file nor"),
         (lambda: load("ours:zero4"), "ours:zero4 does not exist"),
         (lambda: load("deepspeed:zero1"), "deepspeed is not installed here"),
-        (lambda: load("accelerate"), "accelerate is not installed here"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(call: Callable[[], Any], said: str):

@@ -1,13 +1,14 @@
 """Exercises: an empty file fails, a solution passes, and one that breaks a promise fails."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.check.candidates import load_file
 from cs336_systems.check.exercises import VARIANTS, grade
-from cs336_systems.check.targets import EXERCISES, exercise
+from cs336_systems.check.targets import EXERCISES
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
 from tests.check.solutions import MISTAKES, SOLUTIONS
@@ -103,6 +104,12 @@ def test_a_mistake_is_told(name, mistake, tmp_path):
     assert said in " ".join(str(report).split())
 
 
+def test_a_norm_over_one_ranks_share_is_named(tmp_path):
+    """torch's clip_grad_norm_ over flat shares, which the exercise allows."""
+    report = grade("zero-3", written(tmp_path, SOLVED["zero-3"]), only=("training", "clipping by the norm"))
+    assert report.of("clipping by the norm").cause == "norm of a share", report
+
+
 def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
     assert run("--exercises") == 0
     listed = capsys.readouterr().out.splitlines()
@@ -113,13 +120,11 @@ def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
     assert run("--exercise", "zero-1", str(written(tmp_path, printed))) == 2
     assert "NotImplementedError" in capsys.readouterr().out
     assert run("--exercise", "zero-4") == 2
-    assert "no exercise is named zero-4" in capsys.readouterr().err
+    assert "'zero-4' is not one of" in capsys.readouterr().err
     assert run() == 2
     assert "nothing to check" in capsys.readouterr().err
     with pytest.raises(UserError, match="has no DDP, which the exercise overlap asks for"):
         grade("overlap", written(tmp_path, "x = 1\n"))
-    with pytest.raises(UserError, match="no exercise is named x"):
-        exercise("x")
 
 
 def test_no_exercise_has_a_solution():
@@ -204,6 +209,15 @@ def test_the_page_says_what_its_test_misses(tmp_path):
     assert missed == ["what does not divide evenly is left out", "every piece is sent twice"]
 
 
+def test_tests_that_assert_nothing_are_told_what_they_accept(tmp_path):
+    """All broken variants, one by one, with exit code 1."""
+    for name, text in (("ring", RING_TESTS), ("naive-ddp", DDP_TESTS)):
+        report = graded_tests(name, tmp_path, re.sub("assert |torch.testing.assert_close", "", text))
+        accepted = {each.name for each in report.verdicts if each.says.startswith("your tests accept this broken")}
+        assert accepted == VARIANTS[name].keys(), report
+        assert report.exit_code() == 1
+
+
 def test_tests_of_what_is_wrong_or_without_variants(tmp_path):
     """Tests that fail on the file itself, a file that is wrong itself, no tests, and an exercise without variants."""
     report = graded_tests("ring", tmp_path, RING_TESTS.replace("sum(range(world))", "0"))
@@ -250,6 +264,16 @@ CHEATS = {  # what does the work by other means than its exercise asks for, and 
                    "def save(state, folder): S[folder] = state\n"
                    "def load(folder): return S.get(folder)\n",
                    "load after the save of step 1 gives something else"),
+    "vocabulary-loss": ("import torch\n"
+                        "from torch.distributed.distributed_c10d import _get_default_group\n"
+                        "from torch.nn.functional import cross_entropy\n"
+                        "def vocabulary_loss(logits, targets):\n"
+                        "    group = _get_default_group()\n"
+                        "    parts = [torch.empty_like(logits) for _ in range(group.size())]\n"
+                        "    group.allgather([parts], [logits.detach()]).wait()\n"
+                        "    parts[group.rank()] = logits\n"
+                        "    return cross_entropy(torch.cat(parts, 1), targets)\n",
+                        "collectives were given 1152 elements for 12 tokens"),
     "naive-ddp": ("import torch.distributed as dist\n"
                   "from torch import nn\n"
                   "class DDP(nn.Module):\n"

@@ -10,6 +10,7 @@ from cs336_systems.check.shadow import check_reduction
 from cs336_systems.check.targets import OURS
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
+from tests.check.test_pages import run
 from tests.support.gallery import changes
 from writeup.gallery import variants
 
@@ -35,6 +36,15 @@ def test_what_cannot_run_so_is_refused():
 def test_what_students_write_is_accepted(source):
     report = check_reduction(candidate(make(source)))
     assert statuses(report) == {}, report
+
+
+def test_a_wrapper_that_hangs_or_ends_is_told_so(tmp_path, capsys):
+    start = "from torch import nn\nimport os\nclass Mine(nn.Module):\n    def __init__(self, module):\n"
+    for does, said in (("while True: pass", "TimeoutError: it did not end in ten times --timeout"),
+                       ("os._exit(0)", "it ended by itself with exit code 0")):  # fmt: skip
+        (tmp_path / "mine.py").write_text(f"{start}        {does}\n")
+        assert run(f"{tmp_path}/mine.py", "--types", "--timeout", "0.2") == 2
+        assert said in capsys.readouterr().out
 
 
 UNREDUCED = r"the gradient that SGD uses is Partial \(P\) on axis dp, .* an all-reduce or a reduce-scatter is missing"

@@ -120,11 +120,12 @@ def test_a_partial_gradient_that_nobody_knows_of_is_refused():
 
 def of_rank(model, tokens, own=()):
     """A model with tokens of this rank's own: its weights are R, but those that are `own`."""
+    for name, parameter in model.named_parameters():
+        parameter.spmd_type = "V" if name in own else "R"
     inputs = tuple(tokens.clone() for _ in range(2))
     for x in inputs:
         x.spmd_type = "V"
-    types = {name: "V" if name in own else "R" for name, _ in model.named_parameters()}
-    return model, (inputs[0], None, None, inputs[1]), types
+    return model, (inputs[0], None, None, inputs[1])
 
 
 def split_sequence(kind):
@@ -145,9 +146,9 @@ def test_keys_that_are_gathered_for_equal_use_are_refused():
 
 def test_the_ring_takes_keys_that_differ():
     def alike():
-        model, inputs, types = split_sequence("ring")
+        model, inputs = split_sequence("ring")
         inputs[0].spmd_type = "R"
-        return model, inputs, types
+        return model, inputs
 
     (refusal,) = type_check(alike, "cp", RANKS)
     assert "the input of the ring is Replicate (R) on axis cp, and must be Varying (V)" in str(refusal)
@@ -179,9 +180,9 @@ def test_expert_parallelism_is_accepted():
 
 def test_rows_that_all_ranks_have_are_not_exchanged():
     def alike():
-        model, inputs, types = split_experts()
+        model, inputs = split_experts()
         inputs[0].spmd_type = "R"
-        return model, inputs, types
+        return model, inputs
 
     (refusal,) = type_check(alike, "ep", RANKS)
     said = "blocks.0.feed_forward: an operand of all_to_all_single, axis ep: all_to_all_single: expected input type"
@@ -216,7 +217,10 @@ def test_the_command_line(tmp_path):
 
 
 def test_a_build_with_parameters_is_called_by_their_defaults_or_refused(tmp_path):
-    for parameters, code, said in (("size=64", 0, "accepted"), ("size, group=None", 1, "takes size, but a build() of")):
+    for parameters, code, said in (
+        ("size=64", 0, "accepted"),
+        ("size, group=None", 1, "missing 1 required positional argument: 'size'"),
+    ):
         (tmp_path / "layer.py").write_text(
             USERS.format("pairs.copy(x, default_group())").replace("build()", f"build({parameters})")
         )
@@ -235,5 +239,5 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
     (torch.nn.Linear(2, 2), (torch.ones(2),), 3), (1, (torch.ones(2),)), torch.nn.Linear(2, 2),
 ])  # fmt: skip
 def test_a_build_that_returns_something_else_is_refused(returned):
-    with pytest.raises(UserError, match=r"returns \(split module, tuple of inputs\[, dict of types\]\), not "):
+    with pytest.raises(UserError, match=r"returns \(split module, tuple of inputs\), not "):
         type_check(lambda: returned)

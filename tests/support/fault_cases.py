@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,10 @@ class Run(models.Run):
     """One rank's side of a training run, which keeps the parameters of the last step."""
 
     before: list[Tensor] = field(default_factory=list)
+
+    @property
+    def module(self) -> Any:
+        return self.model.module
 
     def step(self) -> None:
         self.optimizer.step()
