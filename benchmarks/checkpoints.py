@@ -8,13 +8,14 @@ and compared bit by bit. Only ours verifies the files when it loads.
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.checkpoint_tables import sheets
-from benchmarks.harness import noise, ratios, summarise
+from benchmarks.harness import noise, ratios, summarise, take_turns
 from benchmarks.lib.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.sheets import show
@@ -44,14 +45,15 @@ class CheckpointSettings(ParallelSettings):
 
 def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank by candidate; they take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in rivals}
-    with console.progress("taking turns", rounds * len(rivals), quiet=bench.group.rank() > 0) as advance:
-        for _ in range(rounds):
-            for name, candidate in rivals.items():
-                all_reduce(bench.token, bench.group, "line up").wait()
-                samples[name].append(bench.seconds(candidate.run) * 1e3)
-                candidate.after()
-                advance(name)
+
+    def turn(candidate: Candidate) -> float:
+        all_reduce(bench.token, bench.group, "line up").wait()
+        spent = bench.seconds(candidate.run) * 1e3
+        candidate.after()
+        return spent
+
+    turns = {name: partial(turn, candidate) for name, candidate in rivals.items()}
+    samples = take_turns(turns, rounds, quiet=bench.group.rank() > 0)
     return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
 
 

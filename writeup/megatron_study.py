@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from benchmarks.lib.scaling_anomalies import anomalies
-from benchmarks.lib.scaling_plot import marks
+from benchmarks.lib.scaling_anomalies import anomalies, marks
 from benchmarks.lib.scaling_run import ScalingRun, bubble, default_base, efficiency, ideal_bubble, utilisation
 from benchmarks.lib.scaling_tables import percent
 from cs336_systems.cost.machines import system_preset
@@ -32,9 +31,8 @@ def predicted_step(run: ScalingRun) -> StepTime:
 
 def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
     """The published rows with the model's step beside them."""
-    base, found = default_base(study), marks(study)
-    rows = []
-    for index, (run, step) in enumerate(zip(study, steps, strict=True)):
+    base, rows = default_base(study), []
+    for run, step, see in zip(study, steps, marks(study), strict=True):
         scaled = percent(efficiency(run, base) if run.world >= base.world else None)
         cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
         cells += [
@@ -43,7 +41,7 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
         ]
         cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
         held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
-        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, found.get(index, "")]
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, see]
         rows.append(cells)
     columns = (
         "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
