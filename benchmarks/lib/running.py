@@ -47,7 +47,6 @@ class AllSettings(RecordOptions):
     )  # fmt: skip
     edition: Edition | None = setting(None, "Kind of machine to measure.  [default: gpu if there is one]")
     logs: Path = setting(Path("runs/all"), "Folder for the benchmarks' output.")
-    pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
     smoke: bool = setting(False, "Test run: every benchmark with --smoke, also on a CPU, writes no record.")
 
     @property
