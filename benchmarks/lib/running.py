@@ -217,11 +217,7 @@ def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome 
 @contextmanager
 def ended_politely() -> Iterator[None]:
     """Turn SIGTERM, by which schedulers end a job, into an exception, so that the running command is stopped, too."""
-
-    def leave(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -3,14 +3,15 @@
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gate import make_it_matter
-from benchmarks.harness import require_close
+from benchmarks.harness import require_close, take_turns
 from benchmarks.lib.peers import ALONE, Build, Trained
 from benchmarks.rank_times import gather_times
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
@@ -24,18 +25,15 @@ OF_GRADIENTS = ("all-reduce", "reduce-scatter")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 
-Advance = Callable[[str], None]
-
-
 @dataclass
-class Turns:
-    """Milliseconds by candidate, of the rank that took longest; and what one step sends."""
+class Turn:
+    """A candidate's turn, or all of them: milliseconds of its steps, and what one step sends."""
 
-    steps: dict[str, list[float]] = field(default_factory=dict)
+    events: list[Event]
+    steps: list[float] = field(default_factory=list)
     # A step's collectives and nothing else: those of gradients, and those of parameters.
-    reductions: dict[str, list[float]] = field(default_factory=dict)
-    gathers: dict[str, list[float]] = field(default_factory=dict)
-    events: dict[str, list[Event]] = field(default_factory=dict)
+    reductions: list[float] = field(default_factory=list)
+    gathers: list[float] = field(default_factory=list)
 
 
 class Arena:
@@ -78,25 +76,24 @@ class Arena:
         trained.optimizer.step()
         trained.optimizer.zero_grad()
 
-    def turn(self, name: str, turns: Turns, steps: int) -> None:
+    def turn(self, name: str, steps: int) -> Turn:
         """Build one candidate, warm it up, and time it."""
         trained = self.build(name)
         for _ in range(UNTIMED):
             with record() as events:
                 self.step(trained)
-        turns.events[name] = events
+        turn = Turn(events)
         for _ in range(steps):
             self.line_up()
             start = self.now()
             self.step(trained)
-            turns.steps.setdefault(name, []).append(1e3 * (self.now() - start))
+            turn.steps.append(1e3 * (self.now() - start))
         del trained
-        reductions = [event for event in events if event.verb in OF_GRADIENTS]
-        gathers = [event for event in events if event.verb not in OF_GRADIENTS]
-        if name != ALONE and events:
-            for kind, part in ((turns.reductions, reductions), (turns.gathers, gathers)):
-                if part:
-                    kind.setdefault(name, []).append(self.replay(part))
+        if name != ALONE:
+            for times, of_gradients in ((turn.reductions, True), (turn.gathers, False)):
+                if part := [event for event in events if (event.verb in OF_GRADIENTS) == of_gradients]:
+                    times.append(self.replay(part))
+        return turn
 
     def replay(self, events: list[Event]) -> float:
         """Milliseconds of some collectives by themselves, each launched when the one before is done, in buffers that
@@ -111,21 +108,24 @@ class Arena:
                 VERBS[event.verb](buffer, self.group, "replay").wait()
         return 1e3 * (self.now() - start)
 
-    def play(self, rounds: int, steps: int, advance: Advance) -> Turns:
-        """Let every candidate take a turn of `steps` in each round."""
-        turns = Turns()
-        for _ in range(rounds):
-            for name in self.candidates:
-                self.turn(name, turns, steps)
-                advance(name)
-        for samples in (turns.steps, turns.reductions, turns.gathers):
-            for name in samples:
-                samples[name] = gather_times(samples[name], self.group, self.device).amax(dim=0).tolist()
-        return turns
+    def play(self, rounds: int, steps: int, expected_seconds: float) -> dict[str, Turn]:
+        """Let every candidate take a turn of `steps` in each round; the times are those of the slowest rank."""
+        turns = {name: partial(self.turn, name, steps) for name in self.candidates}
+        found = take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
+        return {name: Turn(each[-1].events, *self._slowest(each)) for name, each in found.items()}
+
+    def _slowest(self, turns: list[Turn]) -> Iterator[list[float]]:
+        for kind in ("steps", "reductions", "gathers"):
+            samples = [sample for turn in turns for sample in getattr(turn, kind)]
+            yield gather_times(samples, self.group, self.device).amax(dim=0).tolist() if samples else []
 
 
 def check(
-    config: ModelConfig, candidates: dict[str, Build], group: Group, device: torch.device, advance: Advance
+    config: ModelConfig,
+    candidates: dict[str, Build],
+    group: Group,
+    device: torch.device,
+    advance: Callable[[str], None] = lambda note: None,
 ) -> dict[str, float]:
     """The gate: every candidate's step of SGD on two blocks of the model's width, against the mean of the ranks'
     gradients computed without it: relative errors of what the step changed. Raises WrongResultError.
