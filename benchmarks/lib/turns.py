@@ -2,10 +2,9 @@
 
 import copy
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from benchmarks.gate import make_it_matter
 from benchmarks.harness import require_close, take_turns
 from benchmarks.lib.peers import ALONE, Build, Trained
-from benchmarks.rank_times import gather_times
+from benchmarks.rank_times import time_ranks
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
@@ -34,6 +33,11 @@ class Turn:
     # A step's collectives and nothing else: those of gradients, and those of parameters.
     reductions: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
+
+    def then(self, other: "Turn") -> "Turn":
+        """This turn and one after it."""
+        kinds = ("steps", "reductions", "gathers")
+        return Turn(other.events, *(getattr(self, kind) + getattr(other, kind) for kind in kinds))
 
 
 class Arena:
@@ -60,16 +64,6 @@ class Arena:
         lm_loss(trained.model, self.tokens, self.targets).backward()
         trained.finish()
 
-    def now(self) -> float:
-        """Seconds, once the device has done what it was told."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def line_up(self) -> None:
-        """Let the ranks start as one."""
-        all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
-
     def step(self, trained: Trained) -> None:
         """One training step."""
         self.forward_backward(trained)
@@ -82,42 +76,37 @@ class Arena:
         for _ in range(UNTIMED):
             with record() as events:
                 self.step(trained)
-        turn = Turn(events)
-        for _ in range(steps):
-            self.line_up()
-            start = self.now()
-            self.step(trained)
-            turn.steps.append(1e3 * (self.now() - start))
+        turn = Turn(events, self.slowest(partial(self.step, trained), steps))
         del trained
         if name != ALONE:
             for times, of_gradients in ((turn.reductions, True), (turn.gathers, False)):
                 if part := [event for event in events if (event.verb in OF_GRADIENTS) == of_gradients]:
-                    times.append(self.replay(part))
+                    times += self.replay(part)
         return turn
 
-    def replay(self, events: list[Event]) -> float:
+    def slowest(self, run: Callable[[], object], times: int) -> list[float]:
+        """Milliseconds of the rank that takes longest, each time that all do `run`."""
+        return list(time_ranks(run, self.group, self.device, 0, times).amax(dim=0).tolist())
+
+    def replay(self, events: list[Event]) -> list[float]:
         """Milliseconds of some collectives by themselves, each launched when the one before is done, in buffers that
         ranks share if they can."""
         buffers = [shared_empty(each.numel, each.dtype, self.device, self.group).zero_() for each in events]
-        self.line_up()
-        start = self.now()
-        for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
-            if event.verb == "broadcast":
-                broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
-            else:
-                VERBS[event.verb](buffer, self.group, "replay").wait()
-        return 1e3 * (self.now() - start)
+
+        def run() -> None:
+            for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
+                if event.verb == "broadcast":
+                    broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
+                else:
+                    VERBS[event.verb](buffer, self.group, "replay").wait()
+
+        return self.slowest(run, 1)
 
     def play(self, rounds: int, steps: int, expected_seconds: float) -> dict[str, Turn]:
-        """Let every candidate take a turn of `steps` in each round; the times are those of the slowest rank."""
+        """Let every candidate take a turn of `steps` in each round."""
         turns = {name: partial(self.turn, name, steps) for name in self.candidates}
         found = take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
-        return {name: Turn(each[-1].events, *self._slowest(each)) for name, each in found.items()}
-
-    def _slowest(self, turns: list[Turn]) -> Iterator[list[float]]:
-        for kind in ("steps", "reductions", "gathers"):
-            samples = [sample for turn in turns for sample in getattr(turn, kind)]
-            yield gather_times(samples, self.group, self.device).amax(dim=0).tolist() if samples else []
+        return {name: reduce(Turn.then, each) for name, each in found.items()}
 
 
 def check(
