@@ -176,10 +176,8 @@ def run_attention(settings: LeaderboardSettings, device: torch.device, hardware:
     """Gate and time the task of 2025: the fields of its record."""
     work = flops(TASK, BOTH)
     config = {"task": ATTENTION, "heads": TASK.batch, "seq": TASK.seq, "dim": TASK.dim, "dtype": TASK.dtype}
-    fields = {
-        "config": config | {"causal": TASK.causal},
-        "predicted": {"median_ms": 1e3 * work / hardware.matmul_flops, "flops": work},
-    }
+    predicted = {"median_ms": 1e3 * work / hardware.matmul_flops, "flops": work}
+    fields: dict[str, Any] = {"config": config | {"causal": TASK.causal}, "predicted": predicted}
     if device.type == "cpu":
         print(f"{ATTENTION}: not run on a CPU, where Triton has an interpreter only")
         return fields | {"status": "unsupported", "flags": ["needs a GPU"]}
@@ -187,91 +185,86 @@ def run_attention(settings: LeaderboardSettings, device: torch.device, hardware:
     error = gate(OURS, flash, TASK, Inputs(TASK, device))
     print(f"{ATTENTION}: gate: equals float64 within {error:.1e}")
     samples = time_attention(flash, 0.1 if settings.smoke else settings.seconds, device)
-    return fields | {"samples_ms": samples, "metrics": {"gate_error": error}, "published": PUBLISHED[ATTENTION]}
+    return fields | {"samples_ms": samples, "metrics": {"gate_error": error} | published(ATTENTION)}
 
 
 def run_step(settings: LeaderboardSettings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
     """Gate and time the task of 2026, scaled to what fits: the fields of its record."""
-    on_gpu = device.type == "cuda"
-    full = TINY if settings.smoke else FULL if on_gpu else LAPTOP
+    full = TINY if settings.smoke else FULL if device.type == "cuda" else LAPTOP
     step = largest_step(full, settings.layers, usable_memory(device))
-    model = step.config
-    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
-    shape = f"{layers} of width {model.d_model}, batch {step.batch} x {model.context_length}"
+    model, boards = step.config, ""
     if (model, step.batch) != (FULL, BATCH):
-        shape += f" (the board's: {FULL.num_layers} of {FULL.d_model}, {BATCH} x {FULL.context_length})"
+        boards = f" (the board's: {FULL.num_layers} of {FULL.d_model}, {BATCH} x {FULL.context_length})"
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
+    shape = f"{layers} of width {model.d_model}, batch {step.batch} x {model.context_length}{boards}"
     print(f"{STEP}: {shape}; needs {format_bytes(step.bytes_needed)}")
     config = {"task": STEP, "layers": model.num_layers, "d_model": model.d_model, "batch_size": step.batch}
     config |= {"context": model.context_length, "dtype": "bf16"}
-    fields = {"config": config, "predicted": step.predict(hardware)}
+    fields: dict[str, Any] = {"config": config, "predicted": step.predict(hardware)}
     try:
         error = gate_step(step, device)
         print(f"{STEP}: gate: one block equals float64 within {error:.1e}")
         gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         samples, peak = time_step(step, 1 if settings.smoke else settings.steps, device)
     except RuntimeError as failure:
         if not ran_out(failure):
             raise
         print(f"{STEP}: out of memory although it was counted to fit; --layers {max(1, model.num_layers - 2)} may fit")
         return fields | {"status": "out-of-memory", "flags": ["out of memory"]}
-    flags = [] if on_gpu else [INTERPRETER if INTERPRETED else PLAIN]
-    found = {"samples_ms": samples, "metrics": {"gate_error": error, "peak_memory_bytes": peak}, "flags": flags}
-    its_own = replace(model, num_layers=FULL.num_layers) == FULL
-    return fields | found | ({"published": PUBLISHED[STEP]} if its_own else {})
+    metrics: dict[str, Any] = {"gate_error": error, "peak_memory_bytes": peak}
+    if replace(model, num_layers=FULL.num_layers) == FULL:
+        metrics |= published(STEP)
+    flags = [] if device.type == "cuda" else [INTERPRETER if INTERPRETED else PLAIN]
+    return fields | {"samples_ms": samples, "metrics": metrics, "flags": flags}
+
+
+def published(task: str) -> dict[str, Any]:
+    """The published best, as metrics."""
+    return dict(zip(("published_best_ms", "published_on"), PUBLISHED[task], strict=True))
 
 
 def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) -> Record:
     """The record, and one line that says what it shows."""
-    config, predicted, published = fields["config"], fields["predicted"], fields.pop("published", None)
+    task, predicted = fields["config"]["task"], fields["predicted"]
     if samples := fields.get("samples_ms"):
         metrics = summarise(samples) | fields["metrics"]
         metrics["flops_per_s"] = 1e3 * predicted["flops"] / metrics["median_ms"]
         metrics["mfu"] = metrics["flops_per_s"] / hardware.matmul_flops
-        best = ""
-        if published:
-            metrics |= dict(zip(("published_best_ms", "published_on"), published, strict=True))
-            best = f"; best published, the whole task on {published[1]}: {format_ms(published[0])}"
         flags = suspicions(metrics, predicted["flops"], 0.0, hardware) + fields.get("flags", [])
         fields = fields | {"metrics": metrics, "flags": flags}
+        best = "; best published, the whole task on {published_on}: " if "published_on" in metrics else ""
         print(
-            f"{config['task']}: {format_ms(metrics['median_ms'])} (predicted {format_ms(predicted['median_ms'])}), "
-            f"{format_count(metrics['flops_per_s'])}FLOP/s, MFU {metrics['mfu']:.0%}{best}"
+            f"{task}: {format_ms(metrics['median_ms'])} (predicted {format_ms(predicted['median_ms'])}), "
+            f"{format_count(metrics['flops_per_s'])}FLOP/s, MFU {metrics['mfu']:.0%}"
+            + (best.format(**metrics) + format_ms(metrics["published_best_ms"]) if best else "")
         )
         for flag in flags:
-            print(printable(f"{config['task']}: {flag}"))
+            print(printable(f"{task}: {flag}"))
     return Record("leaderboard", environment=stamp, **fields)
 
 
-def run(settings: LeaderboardSettings) -> list[Record]:
-    """Measure, print and, unless it is a smoke run, record each task. Raises UserError in the end if one was wrong or
-    does not fit."""
+@click.command()
+@console.options(LeaderboardSettings)
+def main(**options: Any) -> None:
+    """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
+    settings = LeaderboardSettings(**options)
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
     recorder = settings.recorder("leaderboard", device)
     hardware = measure_once(device, "bf16", 0.02 if settings.smoke else 0.5)
     stamp, faults = environment(device, settings.commit), []
-    for name, run_task in ((ATTENTION, run_attention), (STEP, run_step)):
-        if settings.task not in (name, "both"):
-            continue
-        torch.manual_seed(0)
-        try:
-            recorder.keep(finish(run_task(settings, device, hardware), hardware, stamp))
-        except (UserError, UnavailableError) as fault:  # the other task still wants to be measured
-            faults.append(f"{name}: {fault}")
+    for name, run in ((ATTENTION, run_attention), (STEP, run_step)):
+        if settings.task in (name, "both"):
+            torch.manual_seed(0)
+            try:
+                recorder.keep(finish(run(settings, device, hardware), hardware, stamp))
+            except (UserError, UnavailableError) as fault:  # the other task still wants to be measured
+                faults.append(f"{name}: {fault}")
     if recorder.records:
         recorder.tell()
     if faults:
         raise UserError("; ".join(faults))
-    return recorder.records
-
-
-@click.command()
-@console.options(LeaderboardSettings)
-def main(**settings: Any) -> None:
-    """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
-    run(LeaderboardSettings(**settings))
 
 
 if __name__ == "__main__":

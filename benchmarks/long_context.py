@@ -20,7 +20,7 @@ from benchmarks.lib.options import COUNT
 from benchmarks.lib.scaling_measure import Answer
 from benchmarks.lib.scaling_record import make_record
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
-from benchmarks.lib.sheets import MARK, groups
+from benchmarks.lib.sheets import MARK, groups, time
 from benchmarks.records import Record, read_records, shown
 from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -97,17 +97,11 @@ def row(record: Record) -> list[str]:
     start = [f"{config['context']:,}", str(config["cp"]), config["way"]]
     if record.status != "ok":
         return [*start, "wrong", *[""] * (len(COLUMNS) - len(start) - 1)]
-    memory = "unknown" if metrics["memory_bytes"] is None else format_bytes(metrics["memory_bytes"])
-    times = [format_seconds(value / 1e3) for value in (metrics["median_ms"], predicted["mean_ms"])]
-    sent = format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"
-    cells = [times[0] + "*" * bool(record.flags), times[1], f"{metrics['ratio_median']:.2f}", memory]
-    return [
-        *start,
-        *cells,
-        format_bytes(predicted["live_bytes"]),
-        sent,
-        "-" if metrics["balance"] is None else f"{metrics['balance']:.2f}",
-    ]
+    cells = [time(metrics["median_ms"]) + "*" * bool(record.flags), time(predicted["mean_ms"])]
+    cells += [f"{metrics['ratio_median']:.2f}"]
+    cells += ["unknown" if metrics["memory_bytes"] is None else format_bytes(metrics["memory_bytes"])]
+    cells += [format_bytes(predicted["live_bytes"]), format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"]
+    return [*start, *cells, "-" if metrics["balance"] is None else f"{metrics['balance']:.2f}"]
 
 
 def title_of(record: Record) -> str:
@@ -127,30 +121,29 @@ def sheets(records: list[Record]) -> list[Table]:
 def draw(path: Path) -> Path:
     """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
     newest = [each for each in read_records(path) if each.metrics.get("memory_bytes") and not each.config["pack"]]
+    newest.sort(key=lambda each: each.config["context"])
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2)
     styles = dict(zip(("one rank", "ring", "gather", "ulysses"), STYLES, strict=False))
-    for way, cp in dict.fromkeys((each.config["way"], each.config["cp"]) for each in newest):
-        line = [each for each in newest if (each.config["way"], each.config["cp"]) == (way, cp)]
-        line.sort(key=lambda each: each.config["context"])
-        colour, marker = styles[way]
-        dashes = dict(zip(sorted({each.config["cp"] for each in newest}), cycle(("-", "-", "--")), strict=False))[cp]
-        places = [each.config["context"] for each in line]
-        label = way if cp == 1 else f"{way}, {cp} ranks"
-        figures = [[each.metrics["memory_bytes"] for each in line], [each.metrics["median_ms"] / 1e3 for each in line]]
-        for panel, values in zip(panels, figures, strict=True):
-            panel.plot(places, values, dashes, color=colour, marker=marker, markersize=4, label=plot_text(label))
-    formats, names = (format_bytes, format_seconds), ("peak memory of a rank's process", "a step")
-    for panel, write, name in zip(panels, formats, names, strict=True):
-        ticks = sorted({each.config["context"] for each in newest})
+    dashes = dict(zip(sorted({each.config["cp"] for each in newest}), cycle(("-", "-", "--")), strict=False))
+    ticks = list(dict.fromkeys(each.config["context"] for each in newest))
+    figures = {
+        "peak memory of a rank's process": ("memory_bytes", 1.0, format_bytes),
+        "a step": ("median_ms", 1e-3, format_seconds),
+    }
+    for panel, (title, (name, unit, write)) in zip(figure.subplots(1, 2), figures.items(), strict=True):
+        for line in groups(newest, lambda each: (each.config["way"], each.config["cp"])):
+            way, cp = line[0].config["way"], line[0].config["cp"]
+            look = dict(zip(("color", "marker"), styles[way], strict=True)) | {"linestyle": dashes[cp], "markersize": 4}
+            values = [each.metrics[name] * unit for each in line]
+            label = plot_text(way if cp == 1 else f"{way}, {cp} ranks")
+            panel.plot([each.config["context"] for each in line], values, label=label, **look)
         ticks_at(panel, ticks, [f"{tick:,}" for tick in ticks])
         panel.set_xlabel("tokens in a sequence")
         panel.set_yscale("log", base=2)
         name_ticks(panel.yaxis, write)
-        tidy(panel, name)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize="small"
-    )
+        tidy(panel, title)
+    lines = panel.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower left", ncols=4, frameon=False, fontsize="small")
     return save(figure, path.with_suffix(".svg"))
 
 
@@ -164,6 +157,8 @@ def main(**options: Any) -> None:
     if settings.smoke:
         settings = replace(settings, contexts=(64,), cp=(2,), rounds=1, steps=1)
     study = Study(settings, settings.layouts(), here)
+    if missing := [each.wrong for each in study.layouts if each.unsupported]:
+        raise UserError(missing[0])
     recorder = study.run("long_context", partial(layout_record, settings), sheets)
     if recorder and recorder.path:
         with shown(recorder.path):
