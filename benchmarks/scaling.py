@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
@@ -34,10 +34,9 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import finite, setting
 from cs336_systems.host.text import printable
-from cs336_systems.presets import Recompute, preset
+from cs336_systems.presets import Precision, Recompute, preset
 from cs336_systems.schedule.lists import ScheduleName
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # What makes a smoke run short, in place of the defaults.
 SMOKE: dict[str, Any] = {"grid": "1x1x1,1x2x1", "context": 32, "rounds": 1, "steps": 1, "warmup": 1}
 SMOKE_BATCH: dict[str, Any] = {"micro_batch_size": 1, "global_batch_per_dp": 2}
@@ -58,7 +57,7 @@ class ScalingSettings(LayoutOptions):
     )
     global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
     precision: tuple[str, ...] = setting(
-        ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(PRECISIONS)
+        ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(get_args(Precision))
     )
     zero: int = setting(0, "ZeRO stage of layouts with data-parallel ranks.", type=click.IntRange(0, 3))
     schedule: ScheduleName | None = setting(None, "Pipeline schedule.")
@@ -115,11 +114,6 @@ def parse_grid(text: str) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys(found))
 
 
-def degrees(layout: Layout) -> str:
-    """`2x1x4`: tp x pp x dp."""
-    return layout.label.split()[0]
-
-
 def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
     """Throughput of a rank over that in the base, round by round: median and quartiles."""
     cost = [[ms * each.ranks / each.shape.global_batch for ms in each.turn_ms()] for each in (base, layout)]
@@ -134,8 +128,8 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
         "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
         "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
         "scaling": "strong" if settings.global_batch_size else "weak", "data": "random",
-        "base": degrees(base) if base else None, "device": settings.on.type,
-        "backend": settings.joined_by(max(2, layout.ranks)), "layout": degrees(layout),
+        "base": base.label.split()[0] if base else None, "device": settings.on.type,
+        "backend": settings.joined_by(max(2, layout.ranks)), "layout": layout.label.split()[0],
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "ranks": layout.ranks,
         "global_batch_size": shape.global_batch, "precision": layout.precision, "schedule": shape.schedule,
         "chunks": parallel.chunks, "sequence_parallel": parallel.sequence_parallel, "zero": parallel.zero,
@@ -143,7 +137,9 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
     record = make_record("scaling", layout, base, peak, settings, what)
     if base is None or not record.samples_ms:
         return record
-    typical, size = layout.typical(), (config, shape.global_batch, layout.seq)
+    # The turn of median speed, the slower of two: its time and its timers are of one window.
+    typical = sorted(layout.turns, key=lambda turn: fmean(turn["samples_ms"]))[len(layout.turns) // 2]
+    size = config, shape.global_batch, layout.seq
     step_ms, together = fmean(typical["samples_ms"]), peak_flops(peak, layout.ranks, settings.threads)
     flops = sum(forward_flops(*size).values()) + backward_flops(*size)
     metrics = record.metrics | efficiencies(layout, base) | {

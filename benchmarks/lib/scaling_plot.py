@@ -28,15 +28,15 @@ ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, les
 def part(name: str) -> str:
     """The part of an iteration to which an outermost timer belongs."""
     plain = name.removesuffix("-wait")
-    if plain in BUBBLE:
-        return "bubble"
-    if plain.startswith("optimizer"):
-        return "optimizer"
-    if "params-all-reduce" in plain or "grads" in plain:
-        return "gradients' all-reduce"
-    if "send" in plain or "recv" in plain:
-        return "sent between stages"
-    return {"forward-compute": "forward", "backward-compute": "backward"}.get(plain, "other timers")
+    kinds = {
+        "bubble": plain in BUBBLE,
+        "optimizer": plain.startswith("optimizer"),
+        "gradients' all-reduce": "params-all-reduce" in plain or "grads" in plain,
+        "sent between stages": "send" in plain or "recv" in plain,
+        "forward": plain == "forward-compute",
+        "backward": plain == "backward-compute",
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "other timers")
 
 
 def breakdown(run: ScalingRun) -> dict[str, float]:

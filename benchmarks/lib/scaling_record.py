@@ -84,7 +84,7 @@ def make_record(
     predicted = predict(layout, peak, settings.threads)
     if layout.wrong or base is None:
         return Record(benchmark, what, stamp, flags=[layout.wrong], status="unsupported", predicted=predicted)
-    samples = layout.samples_ms
+    samples = [sample for turn in layout.turns for sample in turn["samples_ms"]]
     metrics: dict[str, Any] = summarise(samples)
     metrics["affinity"] = shared = affinity(layout.ranks, settings.threads) if settings.on.type == "cpu" else None
     flags = noise(summarise(layout.turn_ms()))

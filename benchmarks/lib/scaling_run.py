@@ -103,11 +103,6 @@ class ScalingRun:
         """Sequences a second, of all ranks together."""
         return 1e3 / self.ms_per_sample
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second, of all ranks together."""
-        return None if self.seq_length is None else self.samples_per_s * self.seq_length
-
 
 def own_shape(model: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a run of this project, by its model's configuration. Without num_layers if its FLOPs are not those of

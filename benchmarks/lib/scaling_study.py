@@ -106,19 +106,9 @@ class Layout:
         shape = self.shape
         return [observe(self.recipe, self.config, shape, stage * shape.tp * shape.data) for stage in range(shape.pp)]
 
-    @property
-    def samples_ms(self) -> list[float]:
-        """Milliseconds of all timed steps."""
-        return [sample for turn in self.turns for sample in turn["samples_ms"]]
-
     def turn_ms(self) -> list[float]:
         """Milliseconds of a step, the mean of each turn."""
         return [fmean(turn["samples_ms"]) for turn in self.turns]
-
-    def typical(self) -> Answer:
-        """The turn of median speed, the slower of two: its time and its timers are of one window."""
-        order = sorted(self.turns, key=lambda turn: fmean(turn["samples_ms"]))
-        return order[len(order) // 2]
 
 
 class Study:

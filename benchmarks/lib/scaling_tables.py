@@ -105,7 +105,7 @@ def scaling_sheet(runs: Sequence[ScalingRun]) -> Table:
         "ms / sample": lambda run: f"{round(run.ms_per_sample, 2 if run.ms_per_sample >= 0.1 else 4):,g}",
         "ms / iter": lambda run: f"{run.iteration_ms:.1f}",
         "samples / s": lambda run: f"{run.samples_per_s:.1f}",
-        "tokens / s": lambda run: NONE if run.tokens_per_s is None else f"{run.tokens_per_s / 1e3:.1f}k",
+        "tokens / s": lambda run: f"{run.samples_per_s * run.seq_length / 1e3:.1f}k" if run.seq_length else NONE,
         f"eff. vs {first.world}": lambda run: percent(efficiency(run, first)),
         f"eff. vs {base.world} ": lambda run: percent(efficiency(run, base) if run.world >= base.world else None),
         "bubble": lambda run: percent(bubble(run)),

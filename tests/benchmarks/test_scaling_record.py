@@ -285,6 +285,7 @@ def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
     assert not one.wrong
     record = layout_record(settings, two, one, PEAK)
     assert record.status == "unsupported"
+    assert record.config["backend"] == "nccl"
     assert record.flags == [two.wrong]
     assert two.wrong.startswith("nccl needs a GPU a rank: 2 ranks, 1 GPU(s)")
 
