@@ -6,22 +6,21 @@ how long it took. On a GPU the edition for GPUs is measured, in eight minutes at
 """
 
 import sys
-import tarfile
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.table import Table
 
+from benchmarks.lib import sheets
 from benchmarks.lib.catalogue import EDITIONS, Benchmark
-from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, log_of, measure_all, skipped
+from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, measure_all, skipped
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
+from cs336_systems.host.console import format_seconds, os_errors
 from cs336_systems.host.machine import environment
+from cs336_systems.host.table import Table
 from cs336_systems.host.text import printable
 
 
@@ -42,14 +41,13 @@ def chosen(settings: AllSettings) -> list[Benchmark]:
 
 def show(outcomes: Iterable[Outcome], head: str) -> None:
     """Print a table of benchmarks: the state of each, under the heading `head`, and its duration."""
-    found, table = list(outcomes), Table()
+    found = list(outcomes)
     columns = ["command", head, "time", *["remark"] * any(done.remark for done in found)]
-    for column in columns:
-        table.add_column(column, justify="right" if column == "time" else "left")
-    for done in found:
-        cells = (done.run.command.removeprefix("python -m "), done.status, format_seconds(done.seconds), done.remark)
-        table.add_row(*cells[: len(columns)])
-    console.console().print(table, markup=False)
+    cells = [
+        (done.run.command.removeprefix("python -m "), done.status, format_seconds(done.seconds), done.remark)
+        for done in found
+    ]
+    sheets.show([Table("", columns, [row[: len(columns)] for row in cells])])
 
 
 def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> None:
@@ -60,29 +58,6 @@ def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> 
     expected = format_seconds(min(sum(todo), settings.seconds))
     show(planned, "plan")
     print(f"{len(todo)} of {len(planned)} commands to measure, about {expected}", flush=True)
-
-
-def prepare_folders(settings: AllSettings, results: Path) -> None:
-    """Make the folders of records and logs, and see whether the archive can be written. Raises UserError."""
-    folders = ((results, "--results"), (settings.logs, "--logs"), (settings.pack and settings.pack.parent, "--pack"))
-    for place, option in folders if not settings.smoke else folders[1:]:
-        try:
-            if place:
-                place.mkdir(parents=True, exist_ok=True)
-            if option == "--pack" and settings.pack:
-                settings.pack.open("ab").close()
-        except OSError as error:
-            raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another {option}") from None
-
-
-def pack(target: Path, results: Path, logs: Iterable[Path]) -> None:
-    """Records and the logs of this run as one file, for machines that give few back."""
-    with tarfile.open(target, "w:gz") as archive:
-        if results.exists():
-            archive.add(results, arcname=f"results/{results.name}")
-        for log in filter(Path.exists, logs):
-            archive.add(log, arcname=f"logs/{log.name}")
-    print(printable(f"packed into {target}"))
 
 
 def measure_here(settings: AllSettings) -> list[Outcome]:
@@ -101,14 +76,12 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
     if settings.list:
         return []
     settings = replace(settings, logs=settings.logs.resolve())
-    prepare_folders(settings, results)
+    for folder, option in ((settings.logs, "--logs"), (results, "--results"))[: 1 if settings.smoke else 2]:
+        with os_errors(f"write {folder}", f"choose another {option}"):
+            folder.mkdir(parents=True, exist_ok=True)
     print(printable(f"records in {results}, output in {settings.logs}; ^C stops, the same command goes on"), flush=True)
-    try:
-        with ended_politely():
-            outcomes = measure_all(runs, settings, results, journal)
-    finally:
-        if settings.pack:
-            pack(settings.pack, results, (log_of(run, settings) for run in runs))
+    with ended_politely():
+        outcomes = measure_all(runs, settings, results, journal)
     show(outcomes, "outcome")
     if all(done.status == "left out" for done in outcomes):
         raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(done.remark for done in outcomes))}")

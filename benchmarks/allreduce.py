@@ -121,19 +121,14 @@ def refuse(job: AllReduceJob, place: Place, reason: str) -> None:
 def show(records: list[Record]) -> None:
     """The table of what was measured, predictions beside it, and what is suspect or missing."""
     sheets.show(parallel_tables.sheets(records))
-    for reason, names in remarks(records).items():
-        console.console().print(f"{', '.join(names)}: {reason}")
+    for line in sheets.remarks(records, name_of):
+        console.console().print(line)
 
 
-def remarks(records: list[Record]) -> dict[str, list[str]]:
-    """Remarks on suspect or missing results, each with the records it is true of."""
-    found: dict[str, list[str]] = {}
-    for record in records:
-        config = record.config
-        for flag in record.flags:
-            name = f"{config['ranks']} ranks {config['backend']} {config['device']}"
-            found.setdefault(flag, []).append(f"{name} {size_name(config['bytes'])}")
-    return found
+def name_of(record: Record) -> str:
+    """`2 ranks gloo cpu 1 MB`."""
+    config = record.config
+    return f"{config['ranks']} ranks {config['backend']} {config['device']} {size_name(config['bytes'])}"
 
 
 def run(settings: AllReduceSettings) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.harness import interleave, noise, ratios, summarise
+from benchmarks.harness import noise, ratios, summarise, take_turns
 from benchmarks.lib.checkpoint_candidates import Bench, Candidate, ours, predict, theirs
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.sheets import MARK, day, groups, machine, median, show
@@ -49,14 +49,14 @@ class CheckpointSettings(ParallelSettings):
 def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank by candidate; they take turns."""
 
-    def once(candidate: Candidate) -> float:
+    def turn(candidate: Candidate) -> float:
         line_up(bench.group, bench.device)
         milliseconds = bench.seconds(candidate.run) * 1e3
         candidate.after()
         return milliseconds
 
-    with console.progress("taking turns", rounds, quiet=bench.group.rank() > 0) as advance:
-        samples = interleave({name: partial(once, each) for name, each in rivals.items()}, rounds, advance)
+    turns = {name: partial(turn, candidate) for name, candidate in rivals.items()}
+    samples = take_turns(turns, rounds, quiet=bench.group.rank() > 0)
     return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from benchmarks.gate import check
-from benchmarks.harness import interleave, ratios
+from benchmarks.harness import interleave, ratios, take_turns
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.sheets import ratio, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
@@ -57,12 +57,11 @@ def compare(benches: dict[str, Bench], cases: dict[str, Case], mode: Mode) -> li
         return load.run(mode, warmup=0, steps=1).total(PHASES[mode])[0]
 
     turns = {name: partial(once, load) for name, load in loads.items()}
-    with console.progress("warming up", settings.warmup) as advance:
+    with console.progress("warming up", settings.warmup * len(turns)) as advance:
         interleave(turns, settings.warmup, advance)
     rounds = settings.steps or 5
     expected = sum(bench.predicted(cases[name], mode)["mean_ms"] for name, bench in benches.items()) / 1e3
-    with console.progress("taking turns", rounds, rounds * expected) as advance:
-        samples = interleave(turns, rounds, advance)
+    samples = take_turns(turns, rounds, rounds * expected)
     records = []
     for name, bench in benches.items():
         record = bench.record(settings.size, cases[name], mode, samples[name], peak=None)  # they share the memory

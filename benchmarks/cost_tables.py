@@ -3,7 +3,7 @@
 All but the last are computed; nothing is measured here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -54,27 +54,21 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int
 
 def machines_table() -> str:
     """Table of the machine presets, and the sources of their figures."""
-
-    def row(system: System) -> tuple[str, ...]:
-        return (
-            system.name,
-            f"{system.matmul_flops / 1e12:.0f}",
-            f"{system.attainable:.0%}",
-            f"{system.narrow_flops / 1e12:.0f}" if system.narrow_flops else "",
-            f"{system.narrow_attainable:.0%}" if system.narrow_flops else "",
-            f"{system.bandwidth / 1e9:.0f}",
-            f"{system.memory / 2**30:.0f}",
-            str(system.processors),
-            str(system.node),
-            f"{system.inside.bandwidth / 1e9:.0f}",
-            f"{system.between.bandwidth / 1e9:.4g}",
-        )
-
-    columns = (
-        "machine", "16-bit TFLOP/s", "attainable", "8-bit TFLOP/s", "attainable", "memory GB/s", "GiB", "processors",
-        "in a node", "link GB/s", "network GB/s",
-    )  # fmt: skip
-    table = markdown(columns, [row(each) for each in SYSTEMS.values()], len(columns) - 1)
+    columns: dict[str, Callable[[System], str]] = {
+        "machine": lambda it: it.name,
+        "16-bit TFLOP/s": lambda it: f"{it.matmul_flops / 1e12:.0f}",
+        "attainable": lambda it: f"{it.attainable:.0%}",
+        "8-bit TFLOP/s": lambda it: f"{it.narrow_flops / 1e12:.0f}" if it.narrow_flops else "",
+        "attainable ": lambda it: f"{it.narrow_attainable:.0%}" if it.narrow_flops else "",
+        "memory GB/s": lambda it: f"{it.bandwidth / 1e9:.0f}",
+        "GiB": lambda it: f"{it.memory / 2**30:.0f}",
+        "processors": lambda it: str(it.processors),
+        "in a node": lambda it: str(it.node),
+        "link GB/s": lambda it: f"{it.inside.bandwidth / 1e9:.0f}",
+        "network GB/s": lambda it: f"{it.between.bandwidth / 1e9:.4g}",
+    }
+    rows = [[cell(system) for cell in columns.values()] for system in SYSTEMS.values()]
+    table = markdown([*map(str.strip, columns)], rows, len(columns) - 1)
     names: dict[str, list[str]] = {}
     for system in SYSTEMS.values():
         for field, source in system.sources.items():
@@ -102,7 +96,8 @@ def stacks_table() -> str:
 
 
 def families_table(runs: Sequence[TrainingRun]) -> str:
-    """The error of each family, those that constants were fitted to first, and a sentence on all."""
+    """The error of each family, those that constants were fitted to first; then sentences on those that were fitted, on
+    those that were not, and on figures without a source."""
     lines = []
     for (fitted, *names, stack, machine), some in families(runs, by_source=True).items():
         size, off, worst = summed_up(left_out_errors(some))
@@ -113,28 +108,23 @@ def families_table(runs: Sequence[TrainingRun]) -> str:
         "family", "source", "stack", "machine", "fitted", "runs", "error, left out", "mean", "worst", "in range",
         "error, fitted",
     )  # fmt: skip
-    return "\n\n".join([markdown(columns, lines, 6), _together(runs)])
-
-
-def _together(runs: Sequence[TrainingRun]) -> str:
-    """One sentence on those that were fitted, and one on those that were not."""
     said = []
-    for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
-        some = [run for run in runs if run.given["fitted"] == fitted]
+    for wanted, words in ((True, "were fitted"), (False, "were only predicted")):
+        some = [run for run in runs if run.given["fitted"] == wanted]
         size, off, worst = summed_up(run.error for run in some)
         said.append(
             f"{len(some)} runs {words}: an error of {size:.1%} on average, {off:+.1%} with its sign, "
             f"{worst:+.1%} at worst."
         )
     unchecked = sum(not run.given["checked"] for run in runs)
-    return " ".join([*said, f"{unchecked} of all figures are quoted from memory of the table that is named."])
+    said.append(f"{unchecked} of all figures are quoted from memory of the table that is named.")
+    return f"{markdown(columns, lines, 6)}\n\n{' '.join(said)}"
 
 
 def runs_table(runs: Sequence[TrainingRun]) -> str:
     """Predicted and measured seconds of some runs."""
     lines = []
-    for run in runs:
-        step = run.step()
+    for run, step in ((run, run.step()) for run in runs):
         cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{run.error:+.1%}", f"{step.mfu:.1%}"
         lines.append((run.id, f"{run.plan.ranks} {run.system.name}", *cells))
     return markdown(("run", "machines", "measured s", "predicted s", "error", "MFU"), lines, 4)
@@ -149,13 +139,8 @@ def own_table(results: Path) -> str:
             continue
         low, _, high = quantiles(ratios, n=4)
         near = sum(0.8 <= ratio <= 1.25 for ratio in ratios) / len(ratios)
-        cells = (
-            f"{median(ratios):.2f}",
-            f"{low:.2f} to {high:.2f}",
-            f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
-            f"{near:.0%}",
-        )
-        lines.append((path.parent.name, path.stem, str(len(ratios)), *cells))
+        cells = [f"{median(ratios):.2f}", *(f"{a:.2f} to {b:.2f}" for a, b in ((low, high), (ratios[0], ratios[-1])))]
+        lines.append((path.parent.name, path.stem, str(len(ratios)), *cells, f"{near:.0%}"))
     columns = ("machine", "benchmark", "records", "predicted / measured", "quartiles", "range", "within a quarter")
     return markdown(columns, lines, 5)
 

@@ -7,13 +7,14 @@ communicate at all take turns on the same ranks.
 import math
 import sys
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import click
 
-from benchmarks.harness import noise, ratios, summarise
+from benchmarks.harness import ratios
 from benchmarks.lib.peers import ALONE, TORCH_DDP, ddp_candidates
-from benchmarks.lib.turns import Turns
+from benchmarks.lib.turns import Turn
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place
@@ -41,35 +42,32 @@ class DDPSettings(ParallelSettings):
         return sizes
 
 
-def predicted_ms(run: ParallelRun, name: str, turns: Turns) -> float:
+def predicted_ms(run: ParallelRun, name: str, turns: dict[str, Turn]) -> float:
     """The analytic model's step: computing as `cost.predict` has it, and reductions over the probed link, of which
     backward hides what it can."""
     seconds = run.compute_seconds()
     total = sum(seconds.values())
     if name == ALONE:
         return 1e3 * total
-    events = [event for event in turns.events[name] if event.verb == "all-reduce" and event.label != "used parameters"]
+    events = [event for event in turns[name].events if event.verb == "all-reduce" and event.label != "used parameters"]
     buckets = [event.nbytes for event in events] or run.gradient_buckets(25e6)
     times = [run.link.seconds(nbytes, run.ranks) for nbytes in buckets]
     overlap = name not in ("naive", "flat")
     return 1e3 * (total + exposed_seconds(buckets, times, seconds["backward"], overlap))
 
 
-def make_record(run: ParallelRun, name: str, turns: Turns) -> Record:
+def make_record(run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
     """One candidate's record, with its ratio to PyTorch's and what of its communication shows."""
-    samples = turns.steps[name]
-    metrics: dict[str, Any] = summarise(samples) | ratios(samples, turns.steps[TORCH_DDP])
-    events = [event for event in turns.events[name] if event.label != "used parameters"]
+    turn, metrics = turns[name], ratios(turns[name].steps, turns[TORCH_DDP].steps)
     if name != ALONE:
-        exposed = [a - b for a, b in zip(samples, turns.steps[ALONE], strict=True)]
-        metrics["exposed_ms"] = summarise(exposed)["median_ms"]
-    if name in turns.reductions:
-        metrics["communication_ms"] = summarise(turns.reductions[name])["median_ms"]
-        metrics["communication_share"] = metrics["communication_ms"] / metrics["median_ms"]
+        metrics["exposed_ms"] = median(a - b for a, b in zip(turn.steps, turns[ALONE].steps, strict=True))
+    if turn.reductions:
+        events = [event for event in turn.events if event.label != "used parameters"]
+        metrics["communication_ms"] = median(turn.reductions)
+        metrics["communication_share"] = metrics["communication_ms"] / median(turn.steps)
         metrics["collectives"] = len(events)
         metrics["bytes_sent"] = sum(event.bytes_sent for event in events)
-    predicted = {"mean_ms": predicted_ms(run, name, turns)}
-    return run.record("ddp", name, samples, metrics, predicted, noise(metrics))
+    return run.record("ddp", name, turn, metrics, {"mean_ms": predicted_ms(run, name, turns)})
 
 
 def work(place: Place, settings: DDPSettings) -> None:

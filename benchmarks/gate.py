@@ -1,14 +1,19 @@
 """The check of whole models before timing (the gate): no speed is reported for a model whose results are wrong."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import require_close
 from benchmarks.lib.workload import Case, compile_model
+from cs336_systems.cost import count_parameters
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig
+from cs336_systems.train.recipe import Recipe
 
 CONTEXT = 128  # tokens at most: the reference keeps every score, in float64
 # Roundings that follow one another through one block, its norms, the head and the loss, and back.
@@ -38,13 +43,21 @@ def loss_and_gradient(model: TransformerLM, run: nn.Module, case: Case, batch: t
     return [loss.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
 
 
+def tolerance(config: ModelConfig, precision: str) -> float:
+    """Relative tolerance of a loss or a gradient of a model, in the L2 norm.
+
+    To first order each of STAGES roundings of each block adds one unit roundoff, and a float32 sum of n terms about
+    sqrt(n) of its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
+    """
+    longest = max(config.d_ff, config.vocab_size, 2 * config.context_length)
+    return STAGES * config.num_layers * (UNIT_ROUNDOFF[precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
+
+
 def check(case: Case) -> tuple[float, float]:
     """One block of the model's width, as it will be timed, against plain float64: (largest error, tolerance).
 
     The block has experts if the model does, in fp32. The errors are those of the loss and of all gradients as one
-    vector, relative in the L2 norm. To first order each of STAGES roundings adds one unit roundoff, and a float32 sum
-    of n terms about sqrt(n) of its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
-    Raises WrongResultError.
+    vector. Raises WrongResultError.
     """
     context = min(case.config.context_length, CONTEXT)
     # In half precision a router takes other experts than in float64 wherever two are nearly as good.
@@ -58,7 +71,32 @@ def check(case: Case) -> tuple[float, float]:
     run = compile_model(candidate, case.device) if case.compiled else candidate
     got = loss_and_gradient(candidate, run, case, batch)
     want = loss_and_gradient(reference, reference, replace(case, precision="fp32"), batch)
-    longest = max(config.d_ff, config.vocab_size, 2 * context)
-    tolerance = STAGES * (UNIT_ROUNDOFF[case.precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
-    names = ("one block's loss", "one block's gradient")
-    return max(require_close(*each, tolerance) for each in zip(names, got, want, strict=True)), tolerance
+    allowed, names = tolerance(config, case.precision), ("one block's loss", "one block's gradient")
+    return max(require_close(*each, allowed) for each in zip(names, got, want, strict=True)), allowed
+
+
+def compare_steps(got: Mapping[str, Any], want: Mapping[str, Any], config: ModelConfig, recipe: Recipe) -> str:
+    """Differences of a layout's first two steps from one rank's with the same global batch; empty if there are none.
+
+    The first loss and the gradient's norm may be off by the tolerance t. The second loss comes after an update, and
+    Adam's first is lr g / |g| for each weight: an error d in a gradient g changes it by lr min(2, 2 d / |g|) at most,
+    and so the loss, to first order, by 2 lr d. Over all P weights that is at most 2 lr sqrt(P) |d|, with |d| = t |g|.
+    """
+    precision, weights = recipe.model.precision, sum(count_parameters(config).values())
+    moved = 2 * recipe.optimizer.lr * weights**0.5 * (want["norms"][0] or 0.0)
+    figures = (
+        ("first loss", "losses", 0, 0.0),
+        ("gradient norm", "norms", 0, 0.0),
+        ("second loss", "losses", 1, moved),
+    )
+    for name, kind, step, more in figures:
+        mine, one = got[kind][step], want[kind][step]
+        if mine is None or one is None:
+            return f"the {name} is not finite ({precision})"
+        allowed = tolerance(config, precision) * (abs(one) + more)
+        if not abs(mine - one) <= allowed:
+            return (
+                f"the {name} is {mine:.6g} and {one:.6g} on one rank: off by {abs(mine - one):.1e}, more than "
+                f"{allowed:.1e} ({precision}); no speed reported"
+            )
+    return ""

@@ -4,15 +4,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
 from cs336_systems.host.machine import PeakMemory
 
 Phases = Mapping[str, Callable[[], object]]
+Sample = TypeVar("Sample")
 
 NOISY = 0.05  # standard deviation over mean from which a measurement is flagged
 SLACK = 1.05  # a figure may pass a measured ceiling by this much: the ceiling is a measurement, too
@@ -105,20 +107,28 @@ def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def interleave(
-    candidates: Mapping[str, Callable[[], float]],
+    candidates: Mapping[str, Callable[[], Sample]],
     rounds: int,
     advance: Callable[[str], None] = lambda note: None,
-) -> dict[str, list[float]]:
-    """Let candidates, each of which measures itself once and returns its milliseconds, take turns: A B A B.
+) -> dict[str, list[Sample]]:
+    """Let candidates, each of which measures itself once and returns what it found, take turns: A B A B.
 
     A disturbance of the machine affects all of them, so ratios within a round are more reliable than times.
     """
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    samples: dict[str, list[Sample]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
             samples[name].append(run())
-        advance("")
+            advance(name)
     return samples
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], Sample]], rounds: int, expected_seconds: float = 0.0, quiet: bool = False
+) -> dict[str, list[Sample]]:
+    """Interleave candidates under a progress bar, which `quiet` ranks do not show; `expected_seconds` are for all."""
+    with console.progress("taking turns", len(candidates) * rounds, expected_seconds, quiet) as advance:
+        return interleave(candidates, rounds, advance)
 
 
 def ratios(samples_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[str, float]:

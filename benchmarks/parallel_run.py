@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
+from benchmarks.harness import noise, summarise
 from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.peers import Build
 from benchmarks.lib.sheets import show
-from benchmarks.lib.turns import UNTIMED, Arena, Turns, check
+from benchmarks.lib.turns import UNTIMED, Arena, Turn, check
 from benchmarks.parallel_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
@@ -62,21 +63,24 @@ class ParallelSettings(RankOptions):
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """The settings, the ranks, and the measured speed at which they compute and communicate."""
+    """The settings, the ranks of this many machines, and the measured speed at which they compute and communicate."""
 
     settings: ParallelSettings
-    config: ModelConfig
-    ranks: int
+    arena: Arena
     nodes: int
-    backend: str
     hardware: Hardware
     link: Link
     stamp: dict[str, Any]
-    arena: Arena
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.arena.group.size()
 
     def compute_seconds(self) -> dict[str, float]:
         """Seconds predicted for forward, backward and optimizer, without communication."""
-        passes = observe_passes(self.config, self.settings.batch_size, self.config.context_length)
+        config = self.arena.config
+        passes = observe_passes(config, self.settings.batch_size, config.context_length)
         parts = {mode: sum(predict(passes.of(mode), self.hardware).values()) for mode in ("forward", "backward")}
         # A fused AdamW reads and writes weight and moments once, and reads the gradient.
         return parts | {"optimizer": 7 * 4 * self.arena.trainable / self.hardware.bandwidth}
@@ -87,35 +91,19 @@ class ParallelRun:
         return [float(sum(p.nbytes for p in bucket)) for bucket in plan_buckets(parameters, cap)]
 
     def record(
-        self,
-        benchmark: str,
-        name: str,
-        samples: list[float],
-        metrics: dict[str, Any],
-        predicted: dict[str, Any],
-        flags: list[str],
+        self, benchmark: str, name: str, turn: Turn, metrics: dict[str, Any], predicted: dict[str, Any]
     ) -> Record:
-        """One candidate's record."""
-        settings, config = self.settings, self.config
+        """One candidate's record; `metrics` are added to the summary of its steps."""
+        settings, config, stamp = self.settings, self.arena.config, self.stamp
         what = {
-            "candidate": name,
-            "size": settings.size,
-            "year": settings.year,
-            "d_model": config.d_model,
-            "layers": config.num_layers,
-            "batch_size": settings.batch_size,
-            "context": config.context_length,
-            "ranks": self.ranks,
-            "nodes": self.nodes,
-            "backend": self.backend,
-            "link": settings.link or "",
-        }
-        metrics["parameters"] = self.arena.trainable
+            "candidate": name, "size": settings.size, "year": settings.year, "d_model": config.d_model,
+            "layers": config.num_layers, "batch_size": settings.batch_size, "context": config.context_length,
+            "ranks": self.ranks, "nodes": self.nodes, "backend": stamp["backend"], "link": settings.link or "",
+        }  # fmt: skip
+        summary = summarise(turn.steps)
+        metrics = summary | metrics | {"parameters": self.arena.trainable}
         metrics |= {"latency_ms": 1e3 * self.link.latency, "link_bytes_per_s": self.link.bandwidth}
-        return Record(benchmark, what, self.stamp, samples, metrics, predicted, flags)
-
-
-SettingsType = TypeVar("SettingsType", bound=ParallelSettings)
+        return Record(benchmark, what, stamp, turn.steps, metrics, predicted, noise(summary))
 
 
 def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchmark: str) -> None:
@@ -124,7 +112,7 @@ def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchm
     Raises UserError for what cannot be run.
     """
     if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1, nproc=settings.nproc)
+        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1)
     settings.config()
     here, device = find_place(), "cuda" if settings.device != "cpu" and torch.cuda.device_count() else "cpu"
     ranks = settings.nproc or 2
@@ -152,7 +140,7 @@ def worker_run(
     settings: ParallelSettings,
     benchmark: str,
     candidates: dict[str, Build],
-    make_record: Callable[[ParallelRun, str, Turns], Record],
+    make_record: Callable[[ParallelRun, str, dict[str, Turn]], Record],
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
@@ -161,23 +149,18 @@ def worker_run(
     with distributed(device, settings.backend, settings.timeout, place) as group:
         first, backend = group.rank() == 0, backend_of(group)
         require_room(config, settings, group, device)
-
         with console.progress("gate", len(candidates), quiet=not first) as advance:
             errors = check(config, candidates, group, device, advance)
         hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)
-        found = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
-        link = Link(found.latency, found.bandwidth)
+        link = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
         stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
         arena = Arena(config, settings.batch_size, candidates, group, device)
         before(arena)
-        nodes = place.world_size // place.local_world_size
-        run = ParallelRun(settings, config, group.size(), nodes, backend, hardware, link, stamp, arena)
+        run = ParallelRun(settings, arena, place.world_size // place.local_world_size, hardware, link, stamp)
         if first:
             print(f"gate: every candidate's update equals the mean gradient's within {max(errors.values()):.1e}")
-        total = len(candidates) * settings.rounds
-        expected = total * (UNTIMED + settings.steps) * sum(run.compute_seconds().values())
-        with console.progress("taking turns", total, expected, quiet=not first) as advance:
-            turns = arena.play(settings.rounds, settings.steps, advance)
+        expected = len(candidates) * settings.rounds * (UNTIMED + settings.steps) * sum(run.compute_seconds().values())
+        turns = arena.play(settings.rounds, settings.steps, expected)
         records = [make_record(run, name, turns) for name in candidates]
         if first:
             show(sheets(records))

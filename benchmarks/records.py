@@ -127,14 +127,15 @@ def every_record(path: Path) -> list[Record]:
 
 
 @contextmanager
-def shown(path: Path) -> Iterator[None]:
-    """Raise UserError inside the block for records under a path whose fields are of other types than a table shows."""
+def shown(path: Path | str, wrong: str = "a record in {} lacks or garbles a field that is shown") -> Iterator[None]:
+    """Raise UserError inside the block for records under a path whose fields are of other types than a table shows;
+    `wrong` says so of other files."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"a record in {path} lacks or garbles a field that is shown: {error!r:.100}") from error
+        raise UserError(f"{wrong.format(path)}: {error!r:.100}") from error
 
 
 def _record(fields: Any) -> Record:

@@ -4,146 +4,164 @@ Every layout of a grid trains the same model with the real loop, in turn; a layo
 one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the same tables of Megatron-LM's logs.
 """
 
+import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 import click
-import torch
 
-from benchmarks.harness import WrongResultError
+from benchmarks.harness import ratios
+from benchmarks.lib.options import COUNT
 from benchmarks.lib.scaling_anomalies import anomalies
 from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
-from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
+from benchmarks.lib.scaling_measure import Answer
 from benchmarks.lib.scaling_plot import draw
-from benchmarks.lib.scaling_record import Layout, degrees, gate, make_record, study_run
-from benchmarks.lib.scaling_run import ScalingRun
-from benchmarks.lib.scaling_tables import PUBLISHED, markdown, show_records, show_runs, tables_apart
-from benchmarks.records import Record
-from cs336_systems.comm import Place, find_place
+from benchmarks.lib.scaling_record import make_record, peak_flops, pipeline_bubble, study_run
+from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown, run_sheets, sheets
+from benchmarks.lib.sheets import show
+from benchmarks.records import Record, shown
+from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks
-from cs336_systems.comm.startup import choose_backend
-from cs336_systems.cost.capacity import require_layout_fits
+from cs336_systems.cost import backward_flops, forward_flops
+from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import finite
-from cs336_systems.host.machine import usable_memory
+from cs336_systems.host.console import finite, setting
 from cs336_systems.host.text import printable
-from cs336_systems.train.options import ParallelOptions
-from cs336_systems.train.recipe import Recipe
+from cs336_systems.presets import Precision, Recompute, preset
+from cs336_systems.schedule.lists import ScheduleName
 
-GATE_STEPS = 2
-PROBE_SECONDS = 0.3
+# What makes a smoke run short, in place of the defaults.
+SMOKE: dict[str, Any] = {"grid": "1x1x1,1x2x1", "context": 32, "rounds": 1, "steps": 1, "warmup": 1}
+SMOKE_BATCH: dict[str, Any] = {"micro_batch_size": 1, "global_batch_per_dp": 2}
+# A multiple of 128, to which tensor parallelism pads: all layouts then have the same logits to compute.
+VOCABULARY = 512
 
 
-def plan(settings: ScalingSettings, here: Place) -> list[Layout]:
-    """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks.
+@dataclass(frozen=True)
+class ScalingSettings(LayoutOptions):
+    """Options of the command line, one field each."""
 
-    Raises UserError for the first that cannot be, before anything starts.
-    """
-    grid = [(tp * pp * dp, (tp, pp, dp)) for tp, pp, dp in parse_grid(settings.grid)]
-    if (started := here.world_size) > 1:
-        grid = [each for each in grid if each[0] == started]
+    grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp.")
+    objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
+    micro_batch_size: int = setting(4, "Sequences that pass through the model at once.", type=COUNT)
+    global_batch_per_dp: int | None = setting(
+        None, "Weak scaling: sequences of each data-parallel replica in a step.  [default: 16]", type=COUNT
+    )
+    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
+    precision: tuple[str, ...] = setting(
+        ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(get_args(Precision))
+    )
+    zero: int = setting(0, "ZeRO stage of layouts with data-parallel ranks.", type=click.IntRange(0, 3))
+    schedule: ScheduleName | None = setting(None, "Pipeline schedule.")
+    chunks: int = setting(1, "Groups of blocks per pipeline stage, in layouts with stages.", type=COUNT)
+    sequence_parallel: bool = setting(False, "Split activations along the sequence, in layouts with tp ranks.")
+    recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
+
+    def shortened(self, alone: bool) -> "ScalingSettings":
+        """The settings of a smoke run: options that the user has changed stay, and so do layouts of torchrun's ranks.
+
+        So does the batch where it or the grid was changed, which have to fit each other.
+        """
+        kept = {name for name, value in asdict(ScalingSettings()).items() if getattr(self, name) != value}
+        less = SMOKE | ({} if kept & {"grid", "global_batch_size", *SMOKE_BATCH} else SMOKE_BATCH)
+        kept |= set() if alone else {"grid"}
+        return replace(self, **{name: value for name, value in less.items() if name not in kept})
+
+    def layouts(self, started: int) -> list[Layout]:
+        """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks as it
+        started. Raises UserError for the first that cannot be. Options that a layout does not use keep their defaults.
+        """
+        if self.global_batch_size and self.global_batch_per_dp:
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} keeps the batch, --global-batch-per-dp "
+                f"{self.global_batch_per_dp} lets it grow with the replicas: give one of the two"
+            )
+        grid = [each for each in parse_grid(self.grid) if started in (1, each[0] * each[1] * each[2])]
         if not grid:
-            raise UserError(f"{started} ranks were started, and --grid {settings.grid} has no layout of {started}")
-    layouts = []
-    for precision in dict.fromkeys(settings.precision):
-        for ranks, chosen in grid:
-            recipe = settings.recipe(chosen, precision)
-            try:
-                config = recipe.model_config()
-                recipe.check(config, ranks)
-            except UserError as error:
-                raise UserError(f"layout {degrees(recipe)}: {error}") from None
-            layouts.append(Layout(recipe, ranks, config))
-    return layouts
+            raise UserError(f"{started} ranks were started, and --grid {self.grid} has no layout of {started}")
+        vocabulary = VOCABULARY if self.objective == "bert" and preset(self.size).model.causal else None
+        return [
+            self.layout(
+                f"{tp}x{pp}x{dp}" + ("" if precision == "fp32" else f" {precision}"), tp * pp * dp,
+                objective=self.objective, context=self.context, vocab_size=vocabulary, data=("random",),
+                batch_size=self.global_batch_size or (self.global_batch_per_dp or 16) * dp,
+                micro_batch_size=self.micro_batch_size, recompute=self.recompute, tp=tp, pp=pp, dp=dp,
+                precision=precision, zero=self.zero if dp > 1 else 0, schedule=self.schedule if pp > 1 else None,
+                chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
+            )
+            for precision in dict.fromkeys(self.precision) for tp, pp, dp in grid
+        ]  # fmt: skip
 
 
-def check_gpus(layouts: list[Layout], settings: ScalingSettings, device: torch.device, here: Place) -> None:
-    """Mark the layouts that have more ranks than GPUs. Raises UserError for a backend that serves none."""
-    choose_backend(settings.backend, device, Place(0, 1))
-    for layout in layouts:
-        local = here.local_world_size if here.world_size > 1 else layout.ranks
-        try:
-            choose_backend(settings.backend, device, Place(0, layout.ranks, 0, local))
-        except UserError as error:
-            layout.wrong, layout.status = str(error), "unsupported"
+def parse_grid(text: str) -> list[tuple[int, int, int]]:
+    """`1x1x1,2x2x2` -> [(1, 1, 1), (2, 2, 2)], each tp, pp, dp, without repetitions. Raises UserError."""
+    found = []
+    for word in filter(None, re.split(r"[,\s]+", text)):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", word)
+        if match is None:
+            raise UserError(f"--grid has {word!r}, which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2")
+        found.append((int(match[1]), int(match[2]), int(match[3])))
+    if not found:
+        raise UserError("--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2")
+    return list(dict.fromkeys(found))
 
 
-def check_memory(layouts: list[Layout], device: torch.device) -> None:
-    """Raises UserError for the first layout of which a rank does not fit, before any rank starts."""
-    for layout in (each for each in layouts if not each.wrong):
-        usable = usable_memory(device) // (layout.ranks if device.type == "cpu" else 1)
-        parts = max((seen.memory() for seen in layout.stages), key=lambda each: sum(each.values()))
-        shape, name = layout.recipe.layout(layout.ranks), layout.recipe.model.name
-        require_layout_fits(name, layout.config, shape, layout.seq, parts, usable)
+def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
+    """Throughput of a rank over that in the base, round by round: median and quartiles."""
+    cost = [[ms * each.ranks / each.shape.global_batch for ms in each.turn_ms()] for each in (base, layout)]
+    return {name.replace("ratio", "efficiency"): value for name, value in ratios(*cost).items()}
 
 
-class Study:
-    """The turns of a grid of layouts. Every rank that torchrun started constructs it and calls its methods alike."""
+def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None, peak: Answer) -> Record:
+    """The record of a layout, without anomalies among its flags; `base` is what its efficiency is relative to."""
+    parallel, config, shape = layout.recipe.parallel, layout.config, layout.shape
+    what = {
+        "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
+        "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
+        "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
+        "scaling": "strong" if settings.global_batch_size else "weak", "data": "random",
+        "base": base.label.split()[0] if base else None, "device": settings.on.type,
+        "backend": settings.joined_by(max(2, layout.ranks)), "layout": layout.label.split()[0],
+        "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "ranks": layout.ranks,
+        "global_batch_size": shape.global_batch, "precision": layout.precision, "schedule": shape.schedule,
+        "chunks": parallel.chunks, "sequence_parallel": parallel.sequence_parallel, "zero": parallel.zero,
+    }  # fmt: skip
+    record = make_record("scaling", layout, base, peak, settings, what)
+    if base is None or not record.samples_ms:
+        return record
+    # The turn of median speed, the slower of two: its time and its timers are of one window.
+    typical = sorted(layout.turns, key=lambda turn: fmean(turn["samples_ms"]))[len(layout.turns) // 2]
+    size = config, shape.global_batch, layout.seq
+    step_ms, together = fmean(typical["samples_ms"]), peak_flops(peak, layout.ranks, settings.threads)
+    flops = sum(forward_flops(*size).values()) + backward_flops(*size)
+    metrics = record.metrics | efficiencies(layout, base) | {
+        "rounds": len(layout.turns),
+        "ms_per_sample": step_ms / shape.global_batch,
+        "tokens_per_s": 1e3 * shape.global_batch * layout.seq / step_ms,
+        "mfu": 1e3 * flops / step_ms / together,
+        "hfu": 1e3 * (flops + recompute_flops(*size)) / step_ms / together,
+        "peak_flops": together,
+        "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
+        "losses": layout.gate["losses"],
+    }  # fmt: skip
+    metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes", "gpu_utilisation")}
+    return replace(record, metrics=metrics)
 
-    def __init__(self, settings: ScalingSettings, layouts: list[Layout], launcher: Launcher) -> None:
-        self.settings, self.layouts, self.launcher = settings, layouts, launcher
-        self.quiet = launcher.here.rank > 0
-        self.seen: dict[tuple[Recipe, int], Answer] = {}
 
-    def first_steps(self, recipe: Recipe, ranks: int) -> Answer:
-        """Two steps, which are not timed; one run serves all layouts that are compared to it."""
-        key = recipe, ranks
-        if key not in self.seen:
-            self.seen[key] = self.turn(ScalingTask(recipe, warmup=GATE_STEPS, threads=self.settings.threads), ranks)
-        return self.seen[key]
-
-    def turn(self, task: ScalingTask, ranks: int) -> Answer:
-        """One turn of a layout, which an error names."""
-        try:
-            return self.launcher.run(take_turn, task, ranks)
-        except UserError as error:
-            raise UserError(f"layout {degrees(task.recipe)}: {error}") from None
-
-    def check(self) -> None:
-        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
-        with console.progress("gate", len(self.layouts), quiet=self.quiet) as advance:
-            for layout in self.layouts:
-                for precision in dict.fromkeys(("fp32", layout.recipe.model.precision)):
-                    if layout.wrong:
-                        break
-                    recipe = layout.recipe.change(precision=precision)
-                    want = self.first_steps(replace(recipe, parallel=ParallelOptions(dp=1)), 1)
-                    layout.gate = self.first_steps(recipe, layout.ranks)
-                    layout.wrong = gate(layout.gate, want, layout.config, recipe)
-                advance(layout.label)
-
-    def play(self) -> None:
-        """Let every layout that is right take a turn in each round."""
-        settings = self.settings
-        good = [layout for layout in self.layouts if not layout.wrong]
-        with console.progress("taking turns", len(good) * settings.rounds, quiet=self.quiet) as advance:
-            for _ in range(settings.rounds):
-                for layout in good:
-                    task = ScalingTask(layout.recipe, settings.steps, settings.warmup, settings.threads)
-                    layout.turns.append(self.turn(task, layout.ranks))
-                    advance(layout.label)
-
-    def records(self) -> list[Record]:
-        """A record for each layout, the ones that are not right included, with the anomalies among their flags."""
-        settings, found = self.settings, list[Record]()
-        budget, together = 0.02 if settings.smoke else PROBE_SECONDS, self.launcher.here.world_size > 1
-        for precision in dict.fromkeys(layout.recipe.model.precision for layout in self.layouts):
-            layouts = [layout for layout in self.layouts if layout.recipe.model.precision == precision]
-            task = ScalingTask(layouts[0].recipe, 0, 0, settings.threads, budget, settings.commit, together)
-            peak = self.launcher.run(measure_peak, task, 1)
-            base = next((layout for layout in layouts if not layout.wrong), None)
-            records = [make_record(layout, base, peak, settings) for layout in layouts]
-            measured = [record for record in records if record.samples_ms]
-            for anomaly in anomalies([study_run(record) for record in measured]):
-                for index in anomaly.runs:
-                    measured[index].flags.append(anomaly.text)
-            found += records
-        return found
+def flag_anomalies(records: list[Record]) -> None:
+    """Add the anomalies of some layouts to the flags of those that they are about."""
+    measured = [record for record in records if record.samples_ms]
+    for anomaly in anomalies([study_run(record) for record in measured]):
+        for index in anomaly.runs:
+            measured[index].flags.append(anomaly.text)
 
 
 def measure(settings: ScalingSettings) -> None:
@@ -153,38 +171,13 @@ def measure(settings: ScalingSettings) -> None:
     pass the gate.
     """
     here = find_place()
-    kind = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    settings, device = replace(settings, device=kind), torch.device(kind)
-    if settings.plot:
-        check_path(settings.plot, "--plot")
-    layouts = plan(settings, here)
+    layouts = settings.layouts(here.world_size)
     if settings.smoke:  # what cannot be measured cannot be tried either
         settings = settings.shortened(here.world_size == 1)
-        layouts = plan(settings, here)
-    check_gpus(layouts, settings, device, here)
-    check_memory(layouts, device)
-    recorder = settings.recorder("scaling", device) if here.rank == 0 else None
-    study = Study(settings, layouts, Launcher(here, kind))
-    study.check()
-    study.play()
-    records = study.records()
-    if recorder is None:
-        return
-    show_records(records)
-    recorder.keep(*records)
-    recorder.tell()
-    measured = tables_apart([record for record in records if record.samples_ms]) if settings.plot else []
-    for mine in measured:
-        runs = [study_run(record) for record in mine]
-        name = f"-{mine[0].config['precision']}" if len(measured) > 1 else ""
-        plot(runs, settings.plot.with_stem(f"{settings.plot.stem}{name}"), runs[0])  # type: ignore[union-attr]
-    if wrong := [f"{layout.label}: {layout.wrong}" for layout in layouts if layout.wrong and layout.status == "ok"]:
-        raise WrongResultError(f"{len(wrong)} of {len(layouts)} layouts train something else: {'; '.join(wrong)}")
-
-
-def plot(runs: list[ScalingRun], path: Path, base: ScalingRun | None = None) -> None:
-    """Draw some runs into a file, and print its name. Raises UserError where it cannot be written."""
-    print(printable(str(save(draw(runs, base), path, "--plot"))))
+        layouts = settings.layouts(here.world_size)
+    study = Study(settings, layouts, here)
+    study.run("scaling", partial(layout_record, settings), sheets, flag_anomalies)
+    study.require_right()
 
 
 @click.command("import-log")
@@ -204,12 +197,13 @@ def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: 
         runs = [replace(run, peak_flops=run.peak_flops or 1e12 * peak_tflops) for run in runs]
     if picture:
         check_path(picture, "--plot")
-    if as_markdown:
-        print(markdown(runs), end="")
-    else:
-        show_runs(runs)
-    if picture:
-        plot(runs, picture)
+    with shown(" ".join(map(str, files)), "a run in {} lacks or garbles a field that is shown"):
+        if as_markdown:
+            print(markdown(runs), end="")
+        else:
+            show(run_sheets(runs))
+        if picture:
+            print(printable(str(save(draw(runs), picture, "--plot"))))
 
 
 @click.group(invoke_without_command=True)

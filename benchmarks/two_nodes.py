@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import FrameType
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
@@ -30,7 +29,9 @@ from cs336_systems.host.text import printable
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # by package
 DEVICE, ADDRESS, PORT = "wire", "10.0.0.{}", 29500  # seen by nobody outside of the namespaces
-BURST = "256kb"  # what may pass at once: more than the 64 KiB packets that Linux makes, 2 ms of a gigabit
+# What may pass at once: more than the 64 KiB packets that Linux makes, 2 ms of a gigabit. What waits longer than the
+# latency in the link's queue is dropped; there is no other delay.
+BUCKET = ("burst", "256kb", "latency", "50ms")
 GRACE = 10.0  # seconds that one node gets to say what it misses after the other has failed
 
 
@@ -40,9 +41,6 @@ class TwoNodesSettings:
 
     nproc: int = setting(1, "Ranks per node.", type=COUNT)
     rate: str = setting("1gbit", "Speed of the link in each direction, in tc's notation.")
-    latency: str = setting(
-        "50ms", "Longest wait in the link's queue before packets are dropped; there is no other delay."
-    )
     one_node: bool = setting(False, "Use one node, whose ranks all share one loopback of that rate.")
 
     def describe(self) -> str:
@@ -55,8 +53,6 @@ def require(settings: TwoNodesSettings, command: tuple[str, ...]) -> None:
     """Raises UserError for what is missing or misspelt, before anything is made."""
     if not re.fullmatch(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)", settings.rate.lower()):
         raise UserError(f"--rate {settings.rate} is no rate; write 1gbit, 100mbit, or 10mbps for megabytes a second")
-    if not re.fullmatch(r"\d+(\.\d+)?(s|ms|us)", settings.latency.lower()):
-        raise UserError(f"--latency {settings.latency} is no time; write 50ms")
     if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
         what = f"{command[0]} is no file" if command else "no command"
         raise UserError(f"{what}; after -- comes what torchrun runs, such as benchmarks/allreduce.py or -m MODULE")
@@ -89,31 +85,25 @@ def namespaces(count: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in made:
-            empty(name)
             with suppress(UserError):  # the others are to be removed all the same
+                # Torchrun's ranks have sessions of their own, out of a signal's reach.
+                while pids := tool("ip", "netns", "pids", name).split():
+                    for pid in pids:
+                        with suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
+                    time.sleep(0.05)
                 tool("ip", "netns", "del", name)  # and with it its end of the wire, which takes the other end along
-
-
-def empty(name: str) -> None:
-    """Kill what still runs in a namespace: torchrun's ranks have sessions of their own, out of a signal's reach."""
-    with suppress(UserError):
-        while pids := tool("ip", "netns", "pids", name).split():
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.05)
 
 
 def limit(name: str, device: str, settings: TwoNodesSettings) -> None:
     """Limit what leaves a device of a namespace with a token bucket."""
-    shape = ("rate", settings.rate, "burst", BURST, "latency", settings.latency)
-    tool("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+    tool("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", "rate", settings.rate, *BUCKET)
 
 
 def join(names: list[str], settings: TwoNodesSettings) -> None:
     """Join two namespaces by a link that is limited at both ends."""
-    ends = ["ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1]]
-    tool(*ends)
+    peer = ("type", "veth", "peer", "name", DEVICE, "netns", names[1])
+    tool("ip", "link", "add", DEVICE, "netns", names[0], *peer)
     for number, name in enumerate(names, 1):
         tool("ip", "-n", name, "address", "add", f"{ADDRESS.format(number)}/24", "dev", DEVICE)
         tool("ip", "-n", name, "link", "set", DEVICE, "up")
@@ -150,14 +140,6 @@ def finish(processes: list[subprocess.Popen[bytes]]) -> int | None:
     return first
 
 
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill each remaining torchrun, before it prints thirty lines; its ranks end with the namespace."""
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
     """Build, run, show node 0's output, and clean up whatever happens. Returns the command's exit code."""
     require(settings, command)
@@ -166,30 +148,21 @@ def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
     # The nodes share the cores, and torch would warn of every address that has no name, which is all of them.
     threads = max(1, len(os.sched_getaffinity(0)) // (nodes * settings.nproc))
     variables = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with namespaces(nodes) as names, TemporaryDirectory(prefix="two-nodes-") as folder:
+    with TemporaryFile() as log, namespaces(nodes) as names:
         if settings.one_node:
             limit(names[0], device, settings)
         else:
             join(names, settings)
-        processes: list[subprocess.Popen[bytes]] = []
-        log = Path(folder, "node1")
-        with log.open("wb") as file:
-            try:
-                for node, name in enumerate(names):
-                    out = None if node == 0 else file
-                    processes.append(start(name, [*torchrun(settings, node), *words], variables, out))
-                failed = finish(processes)
-            finally:
-                stop(processes)
+        processes = [
+            start(name, [*torchrun(settings, node), *words], variables, log if node else None)
+            for node, name in enumerate(names)
+        ]
+        failed = finish(processes)
         if failed == 1:  # what node 0 has to say of it is only that node 1 is gone
-            said = printable(log.read_text(errors="replace"), keep="\n\t")
+            log.seek(0)
+            said = printable(log.read().decode(errors="replace"), keep="\n\t")
             print(f"node 1 failed first:\n{said}", file=sys.stderr)
-    return 0 if failed is None else processes[failed].returncode
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal like ^C, so that the process cleans up before it ends."""
-    raise KeyboardInterrupt
+    return 0 if failed is None else int(processes[failed].returncode)
 
 
 @click.command()
@@ -203,7 +176,7 @@ def main(command: tuple[str, ...], **options: Any) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not one that nohup has told it to ignore
-            signal.signal(number, interrupt)
+            signal.signal(number, signal.default_int_handler)  # like ^C, after which everything is cleaned up
     if code := run(TwoNodesSettings(**options), command):
         sys.exit(code if code > 0 else 1)
 

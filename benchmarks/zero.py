@@ -6,14 +6,15 @@ Stages 0 to 3, stage 1 in both layouts, and PyTorch's ZeroRedundancyOptimizer an
 import sys
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import click
 
-from benchmarks.harness import noise, ratios, summarise
+from benchmarks.harness import ratios
 from benchmarks.lib.live_memory import Held, held_memory
 from benchmarks.lib.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
-from benchmarks.lib.turns import OF_GRADIENTS, Turns
+from benchmarks.lib.turns import OF_GRADIENTS, Turn
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place
@@ -45,25 +46,24 @@ def predicted_ms(run: ParallelRun, name: str) -> float:
     return 1e3 * (sum(seconds.values()) + exposed + gather)
 
 
-def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: Turns) -> Record:
+def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
     """One candidate's record: times, traffic, and memory beside the formula's."""
-    samples, held, arena = turns.steps[name], memory[name], run.arena
-    metrics: dict[str, Any] = summarise(samples)
+    turn, held, arena = turns[name], memory[name], run.arena
+    metrics: dict[str, Any] = {}
     for peer, key in ((TORCH_ZERO, "zero"), (TORCH_FSDP, "fsdp")):
-        metrics |= {f"{key}_{what}": value for what, value in ratios(samples, turns.steps[peer]).items()}
-    if name in turns.reductions:
-        metrics["reductions_ms"] = summarise(turns.reductions[name])["median_ms"]
-        metrics["gathers_ms"] = summarise(turns.gathers[name])["median_ms"] if name in turns.gathers else 0.0
-        metrics["update_share"] = metrics["gathers_ms"] / metrics["median_ms"]
+        metrics |= {f"{key}_{what}": value for what, value in ratios(turn.steps, turns[peer].steps).items()}
+    if turn.reductions:
+        metrics["reductions_ms"], metrics["gathers_ms"] = median(turn.reductions), median(turn.gathers or [0.0])
+        metrics["update_share"] = metrics["gathers_ms"] / median(turn.steps)
         sent = {"reductions": 0.0, "gathers": 0.0}
-        for event in turns.events[name]:
+        for event in turn.events:
             sent["reductions" if event.verb in OF_GRADIENTS else "gathers"] += event.bytes_sent
         metrics |= {f"{kind}_bytes_sent": value for kind, value in sent.items()}
     metrics |= {f"{kind}_bytes": value for kind, value in held.__dict__.items()}
     replicated = sum(p.numel() for p in arena.base.parameters() if p.dim() != 2)
     formula = zero_memory(arena.trainable, replicated, run.ranks, STAGE_OF[name])
     predicted = {"mean_ms": predicted_ms(run, name)} | {f"{kind}_bytes": value for kind, value in formula.items()}
-    return run.record("zero", name, samples, metrics, predicted, noise(metrics))
+    return run.record("zero", name, turn, metrics, predicted)
 
 
 def work(place: Place, settings: ZeroSettings) -> None:

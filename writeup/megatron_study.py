@@ -1,16 +1,13 @@
 """The published scaling study of BERT-345M: its rows beside this project's predictions, and why they differ."""
 
 from collections.abc import Sequence
-from statistics import fmean
 
-from benchmarks.lib.scaling_anomalies import anomalies
-from benchmarks.lib.scaling_plot import marks
+from benchmarks.lib.scaling_anomalies import marks
 from benchmarks.lib.scaling_run import ScalingRun, bubble, default_base, efficiency, ideal_bubble, utilisation
 from benchmarks.lib.scaling_tables import percent
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import StepTime, step_time
-from cs336_systems.host.console import format_seconds
 from cs336_systems.presets import model_preset
 from writeup.book import Book
 from writeup.cells import NONE
@@ -32,9 +29,8 @@ def predicted_step(run: ScalingRun) -> StepTime:
 
 def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
     """The published rows with the model's step beside them."""
-    base, found = default_base(study), marks(study)
-    rows = []
-    for index, (run, step) in enumerate(zip(study, steps, strict=True)):
+    base, rows = default_base(study), []
+    for run, step, see in zip(study, steps, marks(study), strict=True):
         scaled = percent(efficiency(run, base) if run.world >= base.world else None)
         cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
         cells += [
@@ -43,33 +39,13 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
         ]
         cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
         held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
-        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, found.get(index, "")]
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, see]
         rows.append(cells)
     columns = (
         "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
         "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
     )  # fmt: skip
     return Table(book, columns, rows, always=True)
-
-
-def host(study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> list[str]:
-    """Reason why the model is wrong for the study: the time of the same work on different numbers of GPUs."""
-    starved = {index for each in anomalies(study) if each.kind == "starved" for index in each.runs}
-    pairs = [pair for index, pair in enumerate(zip(study, steps, strict=True)) if index not in starved]
-    ratios = [run.iteration_ms / (step.total * 1e3) for run, step in pairs]
-    aside = f" (without {len(starved)} of starved hosts)" if starved else ""
-    said = [f"the study's iterations take {min(ratios):.2g} to {max(ratios):.2g} times as long as predicted{aside}"]
-    alike = [(run, step) for run, step in pairs if (run.tp, run.pp) == (study[-1].tp, study[-1].pp)]
-    if len(alike) > 1:
-        # Of three passes over a block (forward, again, backward) each has as many tensor-parallel sums.
-        alone = fmean(step.parts["forward"] + step.parts["tensor-parallel"] / 3 for _, step in alike)
-        seen = [run.timers["forward-compute"] / 1e3 for run, _ in alike]
-        said.append(
-            f"the rows that are split alike give a GPU the same forward pass, predicted at {format_seconds(alone)}; "
-            f"their timers have {format_seconds(min(seen))} to {format_seconds(max(seen))} for it, so what decides is "
-            "not computing"
-        )
-    return said
 
 
 def without_recipe(text: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.ddp import BucketedDDP, DataParallel
+from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import WRAPPERS, zero
@@ -17,96 +18,69 @@ from cs336_systems.zero import WRAPPERS, zero
 
 @dataclass
 class Trained:
-    """A model ready to be trained: the forward to call, its optimizer, the call after backward, its whole weights."""
+    """A model ready to be trained: the forward to call, and its optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    weights: Callable[[], list[Tensor]]
-    finish: Callable[[], object] = lambda: None
+
+    def weights(self) -> list[Tensor]:
+        """Whole weights, in the order of the plain model's parameters."""
+        if isinstance(self.model, FSDP):
+            full = self.model.gather_full_params()
+            return [full[name] for name, _ in self.model.module.named_parameters()]
+        found = (parameter.detach() for parameter in self.model.parameters())
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]  # of FSDP2, which has DTensors
+
+    def finish(self) -> None:
+        """What comes after backward: a call of this project's wrappers; PyTorch's have nothing left to do."""
+        if isinstance(self.model, DataParallel | FSDP):
+            self.model.finish_gradient_synchronization()
 
 
 OptimizerClass = type[torch.optim.Optimizer]
 Build = Callable[[TransformerLM, OptimizerClass, dict[str, Any]], Trained]
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    """The parameters of a model that are whole on every rank."""
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def alone(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """Prepare a model that does not communicate: it shows the cost of computing, and trains wrongly."""
-    return Trained(model, cls(model.parameters(), **options), partial(parameters_of, model))
-
-
-def wrapped(kind: Callable[[nn.Module], DataParallel]) -> Build:
-    """One of this project's data-parallel wrappers."""
+def wrapped(wrap: Callable[[TransformerLM], nn.Module], sharded: Callable[..., Any] | None = None) -> Build:
+    """A wrapper of the model, and an optimizer, whole on every rank or given to one that is `sharded`."""
 
     def build(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-        ours, weights = kind(model), partial(parameters_of, model)
-        return Trained(ours, cls(ours.parameters(), **options), weights, ours.finish_gradient_synchronization)
+        made = wrap(model)
+        optimizer = sharded(made.parameters(), cls, **options) if sharded else cls(made.parameters(), **options)
+        return Trained(made, optimizer)
 
     return build
 
 
 def stage(number: int) -> Build:
     """One of this project's ZeRO stages."""
-
-    def build(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-        ours, optimizer = zero(model, cls, number, **options)
-
-        def weights() -> list[Tensor]:
-            if isinstance(ours, DataParallel):
-                return parameters_of(model)
-            full = ours.gather_full_params()
-            return [full[name] for name, _ in model.named_parameters()]
-
-        return Trained(ours, optimizer, weights, ours.finish_gradient_synchronization)
-
-    return build
+    return lambda model, cls, options: Trained(*zero(model, cls, number, **options))
 
 
-def whole_layout(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """Wrap for stage 1 with layout "whole": each rank owns whole parameters, and broadcasts them."""
-    ours = BucketedDDP(model)
-    optimizer = ShardedOptimizer(ours.parameters(), cls, layout="whole", **options)
-    return Trained(ours, optimizer, partial(parameters_of, model), ours.finish_gradient_synchronization)
-
-
-def torch_ddp(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """Wrap by PyTorch's DistributedDataParallel with its defaults, buckets of 25 MB."""
-    theirs = DistributedDataParallel(model)
-    return Trained(theirs, cls(theirs.parameters(), **options), partial(parameters_of, model))
-
-
-def torch_zero(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
-    """Wrap by PyTorch's DistributedDataParallel and ZeroRedundancyOptimizer."""
+def torch_sharded(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    """PyTorch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because the import warns of torch's own use
 
-    theirs = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(theirs.parameters(), optimizer_class=cls, **options)
-    return Trained(theirs, optimizer, partial(parameters_of, model))
+    return ZeroRedundancyOptimizer(*arguments, **options)
 
 
-def torch_fsdp(model: TransformerLM, cls: OptimizerClass, options: dict[str, Any]) -> Trained:
+def torch_fsdp(model: TransformerLM) -> TransformerLM:
     """Wrap by PyTorch's FSDP2, one unit per block."""
     from torch.distributed.fsdp import fully_shard  # here, because the import takes seconds
-    from torch.distributed.tensor import DTensor
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-
-    def weights() -> list[Tensor]:
-        found = [parameter.detach() for parameter in model.parameters()]
-        return [p.full_tensor() if isinstance(p, DTensor) else p for p in found]
-
-    return Trained(model, cls(model.parameters(), **options), weights)
+    return model
 
 
 ALONE = "no communication"
 TORCH_DDP = "torch DDP"
 TORCH_ZERO, TORCH_FSDP = "torch ZeroRedundancyOptimizer", "torch FSDP2"
+
+
+# Computing without communication, which shows its cost and trains wrongly; PyTorch's own with buckets of 25 MB.
+alone, torch_ddp = wrapped(lambda model: model), wrapped(DistributedDataParallel)
 
 
 def ddp_candidates(bucket_sizes: list[float]) -> dict[str, Build]:
@@ -118,7 +92,9 @@ def ddp_candidates(bucket_sizes: list[float]) -> dict[str, Build]:
 
 
 def zero_candidates() -> dict[str, Build]:
-    """Every stage, both layouts of the first, and PyTorch's own."""
-    ours = {"stage 0": stage(0), "stage 1": stage(1), "stage 1, whole": whole_layout}
-    ours |= {"stage 2": stage(2), "stage 3": stage(3)}
-    return {**ours, TORCH_ZERO: torch_zero, TORCH_FSDP: torch_fsdp}
+    """Every stage, both layouts of the first (in "whole" each rank owns whole parameters, and broadcasts them), and
+    PyTorch's own."""
+    whole = wrapped(BucketedDDP, partial(ShardedOptimizer, layout="whole"))
+    ours = {"stage 0": stage(0), "stage 1": stage(1), "stage 1, whole": whole, "stage 2": stage(2), "stage 3": stage(3)}
+    theirs = {TORCH_ZERO: wrapped(DistributedDataParallel, torch_sharded), TORCH_FSDP: wrapped(torch_fsdp)}
+    return {**ours, **theirs}

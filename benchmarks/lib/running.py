@@ -47,7 +47,6 @@ class AllSettings(RecordOptions):
     )  # fmt: skip
     edition: Edition | None = setting(None, "Kind of machine to measure.  [default: gpu if there is one]")
     logs: Path = setting(Path("runs/all"), "Folder for the benchmarks' output.")
-    pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
     smoke: bool = setting(False, "Test run: every benchmark with --smoke, also on a CPU, writes no record.")
 
     @property
@@ -218,11 +217,7 @@ def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome 
 @contextmanager
 def ended_politely() -> Iterator[None]:
     """Turn SIGTERM, by which schedulers end a job, into an exception, so that the running command is stopped, too."""
-
-    def leave(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import StatisticsError, median
-from typing import Any
+from statistics import median
 
-from benchmarks.lib.scaling_run import RECOMPUTED, ScalingRun, parse_published
+from benchmarks.lib.scaling_run import ScalingRun, own_shape
+from benchmarks.records import shown
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
-from cs336_systems.host.text import regular
+from cs336_systems.host.text import regular, strict_json
 
 MEBIBYTE = 2**20
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
@@ -28,6 +28,19 @@ def read_runs(paths: Iterable[Path]) -> list[ScalingRun]:
             text = regular(path).read_text(errors="replace")
         found += {".json": parse_published, ".jsonl": parse_train_log}.get(path.suffix, parse_log)(text, path.name)
     return found
+
+
+def parse_published(text: str, name: str) -> list[ScalingRun]:
+    """Read runs kept as JSON: `{"source": "...", "common": {fields that all share}, "runs": [{fields of a run}, ...]}`.
+
+    Raises UserError if it is not that.
+    """
+    with shown(name, "{} does not hold runs as benchmarks/published/ does"):
+        content = strict_json(text)
+        shared = {"source": content["source"], **content.get("common", {})}
+        if not content["runs"]:
+            raise UserError(f"{name} has no run")
+        return [ScalingRun(**shared | row) for row in content["runs"]]
 
 
 def parse_log(text: str, name: str = "log") -> list[ScalingRun]:
@@ -55,11 +68,8 @@ def _megatron_run(logged: LoggedRun, file: str) -> ScalingRun:
             "other kinds of parallelism have no place in this table"
         )
     batch = logged.batch or _number(logged, "global_batch_size", file)
-    if logged.reports:
-        ms_per_sample = median(each.milliseconds for each in logged.steady(first=True)) / batch
-    elif logged.sample_ms is not None:
-        ms_per_sample = logged.sample_ms
-    else:
+    iteration_ms = median([each.milliseconds for each in logged.steady(first=True)]) if logged.reports else None
+    if iteration_ms is None and logged.sample_ms is None:
         raise UserError(
             f"{file} has timers, but not the time of an iteration: looked for `elapsed time per iteration (ms): ...` "
             "and `... ms per sample`"
@@ -69,29 +79,22 @@ def _megatron_run(logged: LoggedRun, file: str) -> ScalingRun:
         first, last = same[0], same[-1]
         if last.iteration > first.iteration and first.consumed is not None and last.consumed is not None:
             counts = {"iterations": last.iteration - first.iteration, "samples": last.consumed - first.consumed}
+    arguments, hidden = logged.arguments, logged.number("hidden_size")
+    full = arguments.get("checkpoint_activations") == "True" or arguments.get("recompute_granularity") == "full"
+    other = logged.number("ffn_hidden_size") not in (None, 4 * (hidden or 0)) or any(map(logged.says, OTHER_SHAPES))
     return ScalingRun(
         name=logged.name, tp=tp, pp=pp, dp=dp, micro_batch_size=_number(logged, "micro_batch_size", file),
-        global_batch_size=batch, ms_per_sample=ms_per_sample, timers=logged.timers(first=True), source=file,
-        over_ranks=logged.over_ranks, vocab_size=logged.vocabulary(), **_shape(logged) | logged.notes | counts,
+        global_batch_size=batch, ms_per_sample=iteration_ms / batch if iteration_ms else logged.sample_ms or 0.0,
+        timers=logged.timers(first=True), num_layers=None if other else logged.number("num_layers"), hidden_size=hidden,
+        seq_length=logged.number("seq_length"), vocab_size=logged.vocabulary(), over_ranks=logged.over_ranks,
+        recompute="full" if full else "selective" if logged.says("recompute_granularity") else "none", source=file,
+        **logged.notes | counts,
     )  # fmt: skip
 
 
-def _shape(logged: LoggedRun) -> dict[str, Any]:
-    """Fields of the model: without num_layers if its FLOPs are not those of the plain transformer."""
-    layers, hidden, seq = (logged.number(name) for name in ("num_layers", "hidden_size", "seq_length"))
-    granularity = logged.arguments.get("recompute_granularity")
-    full = logged.arguments.get("checkpoint_activations") == "True" or granularity == "full"
-    feed_forward = logged.number("ffn_hidden_size")
-    other = feed_forward is not None and feed_forward != 4 * (hidden or 0)
-    other = other or any(logged.says(name) for name in OTHER_SHAPES)
-    recompute = "full" if full else "selective" if granularity == "selective" else "none"
-    return {"num_layers": None if other else layers, "hidden_size": hidden, "seq_length": seq, "recompute": recompute}
-
-
 def _number(logged: LoggedRun, name: str, file: str) -> int:
-    number = logged.number(name)
+    number, said = logged.number(name), logged.arguments
     if number is None:
-        said = logged.arguments
         seen = f"says {said[name]!r}" if name in said else "is not there"
         # This project prints lines like Megatron-LM's, too, but the layout only into its log.
         ours = "" if said else "; of this project's own runs give the log file (--log-file), not what is printed"
@@ -102,31 +105,24 @@ def _number(logged: LoggedRun, name: str, file: str) -> int:
     return number
 
 
-def parse_train_log(text: str, name: str) -> list[ScalingRun]:
+def parse_train_log(text: str, file: str) -> list[ScalingRun]:
     """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
-    try:
-        return [_own_run(read_train_log(text, name))]
-    except (LookupError, TypeError, AttributeError, ArithmeticError, StatisticsError) as error:
-        raise UserError(f"{name} is not as python -m cs336_systems.train writes its log: {error!r}") from None
+    with shown(file, "{} is not as python -m cs336_systems.train writes its log"):
+        return [_own_run(read_train_log(text, file))]
 
 
 def _own_run(logged: LoggedRun) -> ScalingRun:
     header, file = logged.header, logged.name
-    mesh, batch, model, memory = header["mesh"], header["batch_size"], header["model"], logged.notes["peak_memory"]
+    mesh, batch, memory = header["mesh"], header["batch_size"], logged.notes["peak_memory"]
     if mesh.get("ep", 1) != 1:
         raise UserError(
             f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
         )
-    other = model["d_ff"] != 4 * model["d_model"] or model["feed_forward"] == "swiglu" or model["num_experts"]
-    grouped = model["num_kv_heads"] not in (0, model["num_heads"])
-    # The formula for FLOPs has every block once more; nested segments repeat some of what they repeat.
-    plain = not (other or grouped or model["recompute"] == "nested")
     return ScalingRun(
         name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
         global_batch_size=batch, ms_per_sample=median(each.milliseconds for each in logged.steady(first=True)) / batch,
-        timers=logged.timers(first=True), num_layers=model["num_layers"] if plain else None,
-        hidden_size=model["d_model"], seq_length=header["seq"], vocab_size=model["vocab_size"],
-        recompute=RECOMPUTED[model["recompute"]],
+        timers=logged.timers(first=True), seq_length=header["seq"],
         gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
         source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
+        **own_shape(header["model"]),
     )  # fmt: skip

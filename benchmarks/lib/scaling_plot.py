@@ -5,7 +5,7 @@ from importlib import import_module
 from itertools import cycle
 from typing import Any
 
-from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_anomalies import marks
 from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 
@@ -28,15 +28,15 @@ ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, les
 def part(name: str) -> str:
     """The part of an iteration to which an outermost timer belongs."""
     plain = name.removesuffix("-wait")
-    if plain in BUBBLE:
-        return "bubble"
-    if plain.startswith("optimizer"):
-        return "optimizer"
-    if "params-all-reduce" in plain or "grads" in plain:
-        return "gradients' all-reduce"
-    if "send" in plain or "recv" in plain:
-        return "sent between stages"
-    return {"forward-compute": "forward", "backward-compute": "backward"}.get(plain, "other timers")
+    kinds = {
+        "bubble": plain in BUBBLE,
+        "optimizer": plain.startswith("optimizer"),
+        "gradients' all-reduce": "params-all-reduce" in plain or "grads" in plain,
+        "sent between stages": "send" in plain or "recv" in plain,
+        "forward": plain == "forward-compute",
+        "backward": plain == "backward-compute",
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "other timers")
 
 
 def breakdown(run: ScalingRun) -> dict[str, float]:
@@ -48,18 +48,9 @@ def breakdown(run: ScalingRun) -> dict[str, float]:
     return shares
 
 
-def marks(runs: Sequence[ScalingRun]) -> dict[int, str]:
-    """The numbers of the findings about a run, as in the table, by the run's index."""
-    found: dict[int, list[str]] = {}
-    for number, each in enumerate(anomalies(runs), 1):
-        for index in each.runs:
-            found.setdefault(index, []).append(str(number))
-    return {index: ", ".join(numbers) for index, numbers in found.items()}
-
-
-def draw(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Any:
-    """A matplotlib Figure of some runs; what is ideal starts from `base`, and efficiency from the first run, too."""
-    base = base or default_base(runs)
+def draw(runs: Sequence[ScalingRun]) -> Any:
+    """A matplotlib Figure of some runs; the ideal starts from `default_base`, efficiency from the first run, too."""
+    base = default_base(runs)
     figure = import_module("matplotlib.figure").Figure(figsize=(10, 8.5), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.1))
     throughput, ratio, bars = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
@@ -93,13 +84,13 @@ def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
     worlds = [min(run.world for run in runs), max(run.world for run in runs)]
     ideal = [base.samples_per_s / base.world * world for world in worlds]
     axes.plot(worlds, ideal, "--", color="black", linewidth=1, label=f"ideal, from W = {base.world}")
-    for index, numbers in marks(runs).items():
-        place = runs[index].world, runs[index].samples_per_s
+    found = sorted((numbers, run.world, run.samples_per_s) for numbers, run in zip(marks(runs), runs, strict=True))
+    for numbers, *place in (each for each in found if each[0]):
         axes.plot(*place, "o", markersize=13, fillstyle="none", color=CARE)
         axes.annotate(
             numbers, place, (9, -9), textcoords="offset points", color=CARE, fontsize="small", ha="left", va="center"
         )
-    if marks(runs):
+    if any(marks(runs)):
         axes.plot([], [], "o", markersize=9, fillstyle="none", color=CARE, label="finding below the table")
     axes.yaxis.set_major_formatter(import_module("matplotlib.ticker").StrMethodFormatter("{x:,g}"))
     axes.set_ylabel("samples / s")
@@ -121,7 +112,10 @@ def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
 def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
     shares, found = [breakdown(run) for run in runs], marks(runs)
     totals = [sum(each.values()) for each in shares]
-    scales = [min(1.0, _ceiling(totals) / total) for total in totals]
+    highest = sorted(totals)
+    while len(highest) > 1 and highest[-1] > ROOM * highest[-2]:
+        highest.pop()
+    scales = [min(1.0, highest[-1] / total) for total in totals]
     bottom = [0.0] * len(runs)
     for name, colour in PARTS.items():
         heights = [each[name] * scale for each, scale in zip(shares, scales, strict=True)]
@@ -131,8 +125,8 @@ def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for index, (run, scale, top) in enumerate(zip(runs, scales, bottom, strict=True)):
         text = f"{run.iteration_ms:,.0f} ms" + (f"\ndrawn at 1/{1 / scale:.1f}" if scale < 1 else "")
-        text += f"  [{found[index]}]" if index in found else ""
-        colour = CARE if index in found else "black"
+        text += f"  [{found[index]}]" if found[index] else ""
+        colour = CARE if found[index] else "black"
         axes.annotate(
             text, (index, top), (0, 3), textcoords="offset points", ha="center", fontsize="small", color=colour
         )
@@ -141,11 +135,3 @@ def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
     axes.set_ylabel("ms")
     axes.set_ylim(0, 1.15 * max(bottom))
     axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(PARTS))
-
-
-def _ceiling(totals: Sequence[float]) -> float:
-    """The highest bar that is drawn to scale."""
-    highest = sorted(totals)
-    while len(highest) > 1 and highest[-1] > ROOM * highest[-2]:
-        highest.pop()
-    return highest[-1]

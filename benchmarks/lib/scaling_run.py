@@ -1,13 +1,12 @@
 """One run of a scaling study, and derived quantities: throughput, efficiency, pipeline bubble, FLOPs, lost time."""
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, fields
-from math import inf
-from typing import Any, Literal, get_args
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from cs336_systems.errors import UserError
-from cs336_systems.host.text import strict_json
 
+MOST = 1e18  # no count or time is larger
 Recompute = Literal["none", "selective", "full"]
 # Megatron-LM's names for this project's ways of recomputation.
 RECOMPUTED: dict[str, Recompute] = {"none": "none", "segments": "full", "nested": "full", "attention": "selective"}
@@ -44,7 +43,7 @@ class ScalingRun:
     micro_batch_size: int
     global_batch_size: int
     ms_per_sample: float
-    timers: dict[str, float] = field(hash=False)
+    timers: dict[str, float]
     num_layers: int | None = None
     hidden_size: int | None = None
     seq_length: int | None = None
@@ -53,33 +52,31 @@ class ScalingRun:
     iterations: int | None = None
     samples: int | None = None
     gpu_util: float | None = None
-    gpu_memory: tuple[float, float] | None = None
+    gpu_memory: Sequence[float] | None = None
     gpu_memory_total: float | None = None
     peak_flops: float | None = None
     over_ranks: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            several = list(value.values()) if isinstance(value, dict) else value
-            amounts = several if isinstance(value, dict | tuple) and type(value).__name__ in str(each.type) else [value]
-            if not all(_is_of(amount, each.type) for amount in amounts):
-                raise UserError(f"{self.name!s:.60}: {each.name} cannot be {value!r:.60}")
         for name in ("tp", "pp", "dp", "micro_batch_size", "global_batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
-        if self.global_batch_size % (self.micro_batch_size * self.dp):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < MOST:
+                raise UserError(f"{self.name!s:.60}: {name} must be a whole number of at least 1, not {value!r:.60}")
+        together = self.micro_batch_size * self.dp
+        if self.global_batch_size % together:
             raise UserError(
                 f"{self.name}: global batch {self.global_batch_size} is not a multiple of micro-batch "
-                f"{self.micro_batch_size} x dp {self.dp} = {self.micro_batch_size * self.dp}"
+                f"{self.micro_batch_size} x dp {self.dp} = {together}"
             )
-        if not 0 < self.ms_per_sample < inf:
-            raise UserError(f"{self.name}: the time of a sample must be positive, not {self.ms_per_sample} ms")
-        if wrong := {name: value for name, value in self.timers.items() if not 0 <= value < inf}:
-            raise UserError(f"{self.name}: a timer cannot have {', '.join(f'{n} {v} ms' for n, v in wrong.items())}")
-        if self.recompute not in get_args(Recompute):
-            raise UserError(f"{self.name}: recompute {self.recompute!r} is none of {', '.join(get_args(Recompute))}")
+        for name, value in {"sample": self.ms_per_sample, **self.timers}.items():
+            if type(value) not in (int, float) or not 0 <= value < MOST or (name == "sample" and not value):
+                raise UserError(f"{self.name!s:.60}: the time of {name!s:.60} must be positive, not {value!r:.60} ms")
+
+    @property
+    def label(self) -> str:
+        """`W = 16 (2/2/4)`: ranks, and how they are laid out."""
+        return f"W = {self.world} ({self.layout})"
 
     @property
     def world(self) -> int:
@@ -106,10 +103,15 @@ class ScalingRun:
         """Sequences a second, of all ranks together."""
         return 1e3 / self.ms_per_sample
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second, of all ranks together."""
-        return None if self.seq_length is None else self.samples_per_s * self.seq_length
+
+def own_shape(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a run of this project, by its model's configuration. Without num_layers if its FLOPs are not those of
+    the formula, which has an MLP of 4 h and every block once more, where nested segments repeat some twice."""
+    plain = model["d_ff"] == 4 * model["d_model"] and model["recompute"] != "nested"
+    plain = plain and model.get("feed_forward") != "swiglu" and not model.get("num_experts")
+    plain = plain and model.get("num_kv_heads") in (None, 0, model.get("num_heads"))
+    names = {"hidden_size": "d_model", "vocab_size": "vocab_size", **({"num_layers": "num_layers"} if plain else {})}
+    return {"recompute": RECOMPUTED[model["recompute"]]} | {name: model[theirs] for name, theirs in names.items()}
 
 
 def efficiency(run: ScalingRun, base: ScalingRun) -> float:
@@ -138,11 +140,11 @@ def sample_flops(run: ScalingRun, model_only: bool = False) -> float | None:
     """
     if run.num_layers is None or run.hidden_size is None or run.seq_length is None or run.vocab_size is None:
         return None
-    s, h = run.seq_length, run.hidden_size
-    attention, head = 4 * s * s * h, 2 * s * h * run.vocab_size
+    s, h, v = float(run.seq_length), float(run.hidden_size), float(run.vocab_size)
+    attention, head = 4 * s * s * h, 2 * s * h * v
     layer = 24 * s * h * h + attention
     repeated = 0 if model_only else {"none": 0, "selective": attention, "full": layer}[run.recompute]
-    return float(run.num_layers * (3 * layer + repeated) + 3 * head)
+    return run.num_layers * (3 * layer + repeated) + 3 * head
 
 
 def utilisation(run: ScalingRun, model_only: bool = False) -> float | None:
@@ -187,35 +189,3 @@ def top_level(run: ScalingRun) -> dict[str, float]:
 def top_level_ms(run: ScalingRun) -> float:
     """The sum of the timers that run in no other one, milliseconds of an iteration."""
     return sum(top_level(run).values())
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """True for a value, or a part of one, that a field of a type may have."""
-    names = str(kind)
-    if isinstance(value, bool | str):
-        return type(value).__name__ in names or (isinstance(value, str) and "Literal" in names)
-    if value is None:
-        return "None" in names
-    number = type(value) is int or (type(value) is float and "float" in names)
-    return number and ("int" in names or "float" in names) and abs(value) < 1e18
-
-
-def parse_published(text: str, name: str) -> list[ScalingRun]:
-    """Runs kept as JSON: `{"source": "...", "common": {fields that all share}, "runs": [{fields of Run}, ...]}`.
-
-    Raises UserError if it is not that.
-    """
-    known = {each.name for each in fields(ScalingRun)}
-    try:
-        content = strict_json(text)
-        shared = {"source": content["source"], **content.get("common", {})}
-        rows = [shared | row for row in content["runs"]]
-        if not rows:
-            raise UserError(f"{name} has no run")
-        if unknown := sorted({key for row in rows for key in row} - known):
-            raise UserError(f"{name}: a run has no field {', '.join(unknown)}")
-        return [ScalingRun(**row | {"gpu_memory": row.get("gpu_memory") and tuple(row["gpu_memory"])}) for row in rows]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name} does not hold runs as benchmarks/published/ does: {error!r}") from None

@@ -1,11 +1,12 @@
-"""Tables of scaling studies: records measured here, imported runs, all timers, and remarks on them."""
+"""Tables of scaling studies: records measured here, imported runs, all timers, and findings below them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_anomalies import anomalies, marks
 from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_record import MEBIBYTE, study_run
 from benchmarks.lib.scaling_run import (
@@ -19,8 +20,8 @@ from benchmarks.lib.scaling_run import (
     top_level_ms,
     utilisation,
 )
-from benchmarks.records import Record, read_records
-from cs336_systems.host import console
+from benchmarks.lib.sheets import groups, pages, remarks
+from benchmarks.records import Record
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
@@ -54,8 +55,23 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
+def percent(share: float | None) -> str:
+    """0.386 -> `38.6%`, and a dash for what is unknown."""
+    return NONE if share is None else f"{share:.1%}"
+
+
+def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> str:
+    """`5,624-6,176 MiB`: the least and the most of the values that are known."""
+    known = [each / scale for each in values if each is not None]
+    ends = dict.fromkeys(f"{pick(known):,.0f}" for pick in (min, max) if known)
+    return f"{'-'.join(ends)}{unit}" if known else NONE
+
+
 def summary(records: Sequence[Record]) -> Table:
-    """One row a layout; without a column for the GPUs' utilisation where there are none."""
+    """One row a layout; without a column for the GPUs' utilisation where there are none.
+
+    Bubble and FLOPs are those of all ranks, where `scaling_sheet` has what a log lets one know.
+    """
     config, where = records[0].config, records[0].environment
     ranks = f"{config['backend']} ranks" + (f" of {config['threads']} thread(s)" if config["device"] == "cpu" else "")
     title = (
@@ -76,31 +92,20 @@ def summary(records: Sequence[Record]) -> Table:
     return Table(title, ["layout", *columns], rows, note)
 
 
-def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> str:
-    """`5,624-6,176 MiB`: the least and the most of the values that are known."""
-    known = [each / scale for each in values if each is not None]
-    if not known:
-        return NONE
-    least, most = f"{min(known):,.0f}", f"{max(known):,.0f}"
-    return f"{least}{unit}" if least == most else f"{least}-{most}{unit}"
-
-
-def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Table:
-    """A row for each run: its speed, its efficiency from the first run and from `base`, and the causes of the loss.
-
-    A row smaller than `base` has no efficiency relative to it.
-    """
-    first, base = runs[0], base or default_base(runs)
+def scaling_sheet(runs: Sequence[ScalingRun]) -> Table:
+    """A row for each run: its speed, the causes of the loss, and its efficiency relative to the first run and to the
+    smallest that is laid out like the largest; a row smaller than that has none."""
+    first, base = runs[0], default_base(runs)
     columns: dict[str, Callable[[ScalingRun], str]] = {
         "run": lambda run: run.name,
         "W": lambda run: str(run.world),
         "TP/PP/DP": lambda run: run.layout,
         "gbs": lambda run: str(run.global_batch_size),
         "m": lambda run: str(run.micro_batches),
-        "ms / sample": lambda run: figure(run.ms_per_sample),
+        "ms / sample": lambda run: f"{round(run.ms_per_sample, 2 if run.ms_per_sample >= 0.1 else 4):,g}",
         "ms / iter": lambda run: f"{run.iteration_ms:.1f}",
         "samples / s": lambda run: f"{run.samples_per_s:.1f}",
-        "tokens / s": lambda run: thousands(run.tokens_per_s),
+        "tokens / s": lambda run: f"{run.samples_per_s * run.seq_length / 1e3:.1f}k" if run.seq_length else NONE,
         f"eff. vs {first.world}": lambda run: percent(efficiency(run, first)),
         f"eff. vs {base.world} ": lambda run: percent(efficiency(run, base) if run.world >= base.world else None),
         "bubble": lambda run: percent(bubble(run)),
@@ -113,17 +118,14 @@ def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) ->
         del columns["run"]
     if base is first:
         del columns[f"eff. vs {base.world} "]
-    found = anomalies(runs)
-    notes = [", ".join(str(n) for n, each in enumerate(found, 1) if i in each.runs) for i in range(len(runs))]
-    rows = [[cell(run) for cell in columns.values()] + [note] for run, note in zip(runs, notes, strict=True)]
+    rows = [[*(cell(run) for cell in columns.values()), see] for run, see in zip(runs, marks(runs), strict=True)]
     sources = "; ".join(dict.fromkeys(run.source for run in runs if run.source))
-    return Table(f"Scaling: {sources or 'measured here'}", [*map(str.strip, columns), "see"], rows, explanation(runs))
+    return Table(f"Scaling: {sources or 'measured here'}", [*map(str.strip, columns), "see"], rows, _explained(runs))
 
 
-def explanation(runs: Sequence[ScalingRun]) -> str:
+def _explained(runs: Sequence[ScalingRun]) -> str:
     """Text below the table: the meaning of its columns, with this study's figures."""
-    parts = [EXPLAINED]
-    run = runs[-1]
+    parts, run = [EXPLAINED], runs[-1]
     spent, model = sample_flops(run), sample_flops(run, model_only=True)
     if spent is not None and model is not None and run.peak_flops:
         parts.append(
@@ -140,8 +142,11 @@ def explanation(runs: Sequence[ScalingRun]) -> str:
     return " ".join(parts)
 
 
-def timer_sheet(runs: Sequence[ScalingRun]) -> Table:
-    """A row for each timer, a column for each run; then what no timer knows, and the memory."""
+def timer_sheet(runs: Sequence[ScalingRun], below: str = "") -> Table:
+    """A row for each timer, a column for each run; then what no timer knows, and the memory; `below` ends the note.
+
+    Columns are headed `W = 8`, by tp x pp x dp among runs on as many ranks, by name among those laid out alike.
+    """
     names = list(dict.fromkeys(name for run in sorted(runs, key=lambda run: -len(run.timers)) for name in run.timers))
     rows = [
         [name, parent(name, names) or "", *(f"{run.timers[name]:.2f}" if name in run.timers else NONE for run in runs)]
@@ -152,110 +157,48 @@ def timer_sheet(runs: Sequence[ScalingRun]) -> Table:
     rows.append(["unaccounted", "", *(f"{run.iteration_ms - top_level_ms(run):.1f}" for run in runs)])
     if any(run.gpu_memory for run in runs):
         rows.append(["memory, MiB", "", *(spread(run.gpu_memory or ()) for run in runs)])
-    totals = {run.gpu_memory_total for run in runs} - {None}
-    note = f"Memory: least and most over the ranks, of {totals.pop():,.0f} MiB each." if len(totals) == 1 else ""
-    whose = "the most over the ranks" if any(run.over_ranks for run in runs) else "the last rank"
-    heads = ["timer", "inside", *run_heads(runs)]
-    return Table(f"Timers of {whose}, ms an iteration", heads, rows, note, names=True)
-
-
-def run_heads(runs: Sequence[ScalingRun]) -> list[str]:
-    """A head for each run: `W = 8`, tp x pp x dp among runs on as many ranks, the name among those laid out alike."""
     worlds, layouts = Counter(run.world for run in runs), Counter(run.layout for run in runs)
-    return [
+    heads = [
         f"W = {run.world}" if worlds[run.world] == 1 else
         f"{run.tp}x{run.pp}x{run.dp}" if layouts[run.layout] == 1 else run.name
         for run in runs
     ]  # fmt: skip
+    totals = {run.gpu_memory_total for run in runs} - {None}
+    note = f"Memory: least and most over the ranks, of {totals.pop():,.0f} MiB each." if len(totals) == 1 else ""
+    title = f"Timers of {'the most over the ranks' if any(r.over_ranks for r in runs) else 'the last rank'}"
+    note = "\n\n".join(filter(None, (note, below)))
+    return Table(f"{title}, ms an iteration", ["timer", "inside", *heads], rows, note, names=True)
 
 
-def figure(value: float) -> str:
-    """22.39 -> `22.39`, 0.012345 -> `0.0123`: two decimals, or three digits if it is small."""
-    return f"{round(value, 2):,g}" if value >= 0.1 else f"{value:.3g}"
-
-
-def thousands(value: float | None) -> str:
-    """22867 -> `22.9k`, 512 -> `512`."""
-    if value is None:
-        return NONE
-    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
-
-
-def percent(share: float | None) -> str:
-    """0.386 -> `38.6%`, and a dash for what is unknown."""
-    return NONE if share is None else f"{share:.1%}"
-
-
-def findings(runs: Sequence[ScalingRun]) -> list[str]:
-    """Results in the table to doubt: a sentence each, numbered as in the table."""
-    return [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
-
-
-def remarks(records: Sequence[Record]) -> list[str]:
-    """The flags of some records, but for the anomalies, each once with the layouts that it is about."""
-    told = {each.text for each in anomalies([study_run(record) for record in records if record.samples_ms])}
-    found: dict[str, list[str]] = {}
-    for record in records:
-        for flag in record.flags:
-            if flag not in told:
-                found.setdefault(flag, []).append(record.config["layout"])
-    return [f"{', '.join(layouts)}: {flag}" for flag, layouts in found.items()]
+def run_sheets(runs: Sequence[ScalingRun]) -> list[Table]:
+    """Both tables of imported runs, with a numbered list of the findings below."""
+    found = [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
+    return [scaling_sheet(runs), timer_sheet(runs, "\n".join(["To be read with care:\n", *found]) if found else "")]
 
 
 def markdown(runs: Sequence[ScalingRun], level: int = 2) -> str:
-    """The tables and the findings as Markdown, with headings of a level."""
-    parts = [scaling_sheet(runs).markdown(level), timer_sheet(runs).markdown(level)]
-    return "\n".join([*parts, *(["To be read with care:\n", *findings(runs)] if findings(runs) else [])]) + "\n"
-
-
-def show_runs(runs: Sequence[ScalingRun]) -> None:
-    """Print the tables and the findings."""
-    out = console.console()
-    for sheet in (scaling_sheet(runs), timer_sheet(runs)):
-        out.print(sheet.table())
-    for line in findings(runs):
-        out.print(line, markup=False)
+    """These tables as Markdown, with headings of a level."""
+    return "\n".join(table.markdown(level) for table in run_sheets(runs))
 
 
 def tables_apart(records: Sequence[Record]) -> list[list[Record]]:
     """The records that one table can show, a list each."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(record.config[name] for name in APART), []).append(record)
-    return list(groups.values())
+    return groups(records, lambda record: tuple(record.config[name] for name in APART))
 
 
-def sheets(records: list[Record]) -> tuple[list[Table], list[str], list[ScalingRun]]:
-    """Tables of records that belong together, remarks on them, and those that were measured as runs of a study.
-
-    Not `scaling_sheet`, whose bubble and FLOPs are what a log lets one know: the summary has them of all ranks.
-    """
-    measured = [study_run(record) for record in records if record.samples_ms]
-    return [summary(records), *([timer_sheet(measured)] if measured else [])], remarks(records), measured
-
-
-def show_records(records: Sequence[Record]) -> None:
-    """Print, for each precision, the summary, all timers of the last rank, remarks and findings."""
-    out = console.console()
+def sheets(records: Sequence[Record]) -> list[Table]:
+    """For records that belong together: the summary, the timers of the last rank, and below them all flags."""
+    found = []
     for mine in tables_apart(records):
-        tables, said, measured = sheets(mine)
-        for table in tables:
-            out.print(table.table())
-        for line in said + findings(measured):
-            out.print(line, markup=False)
+        flags = "\n".join(f"- {markdown_text(line)}" for line in remarks(mine, lambda each: each.config["layout"]))
+        if measured := [study_run(record) for record in mine if record.samples_ms]:
+            found += [summary(mine), timer_sheet(measured, flags)]
+        else:
+            table = summary(mine)
+            found.append(replace(table, note=f"{table.note}\n\n{flags}"))
+    return found
 
 
 def scaling_tables(results: Path) -> list[str]:
     """Markdown of every machine's records, and of the published study with what in it is not to be believed."""
-    found = []
-    for path in sorted(results.glob("*/scaling.jsonl")):
-        for mine in tables_apart(read_records(path)):
-            tables, said, measured = sheets(mine)
-            lines = [f"- {markdown_text(line)}" for line in (*said, *(each.text for each in anomalies(measured)))]
-            found.append("\n".join([*(table.markdown(0) for table in tables), *lines]))
-    return [*(found or [NOT_YET]), published()]
-
-
-def published() -> str:
-    """Markdown of the study that this one takes after."""
-    return markdown(read_runs([PUBLISHED]), level=3)
+    return [*(pages(results, "scaling", sheets) or [NOT_YET]), markdown(read_runs([PUBLISHED]), level=3)]

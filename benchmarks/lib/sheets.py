@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.records import Record, read_records
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.table import Table
+
+Item = TypeVar("Item")
 
 
 def machine(record: Record) -> str:
@@ -23,11 +25,11 @@ def day(records: Iterable[Record]) -> str:
     return max(str(record.environment["date"]) for record in records)[:10]
 
 
-def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> list[list[Record]]:
-    """Records of the same key together, in order."""
-    found: dict[Any, list[Record]] = {}
-    for record in records:
-        found.setdefault(key(record), []).append(record)
+def groups(items: Iterable[Item], key: Callable[[Item], Any]) -> list[list[Item]]:
+    """Records, or other items, of the same key together, in order."""
+    found: dict[Any, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return list(found.values())
 
 
@@ -49,6 +51,17 @@ def ratio(metrics: dict[str, Any], prefix: str = "") -> str:
     """`0.970 (0.95 to 0.99)`: the median of the ratios pair by pair, and their quartiles."""
     middle, low, high = (metrics[f"{prefix}ratio_{name}"] for name in ("median", "low", "high"))
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+
+
+def remarks(records: Sequence[Record], name: Callable[[Record], str]) -> list[str]:
+    """Flags, each once, after the names of the records that have it; those that several records all have come last,
+    without names."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        for flag in record.flags:
+            found.setdefault(flag, []).append(name(record))
+    shared = [flag for flag, names in found.items() if 1 < len(names) == len(records)]
+    return [*(f"{', '.join(names)}: {flag}" for flag, names in found.items() if flag not in shared), *shared]
 
 
 def show(tables: Iterable[Table]) -> None:

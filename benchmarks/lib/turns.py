@@ -4,14 +4,15 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from benchmarks.gate import make_it_matter
-from benchmarks.harness import require_close
+from benchmarks.harness import require_close, take_turns
 from benchmarks.lib.peers import ALONE, Build, Trained
-from benchmarks.rank_times import gather_times, line_up, now
+from benchmarks.rank_times import time_ranks
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
@@ -23,18 +24,20 @@ OF_GRADIENTS = ("all-reduce", "reduce-scatter")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 
-Advance = Callable[[str], None]
-
-
 @dataclass
-class Turns:
-    """Milliseconds by candidate, of the rank that took longest; and what one step sends."""
+class Turn:
+    """A candidate's turn, or all of them: milliseconds of its steps, and what one step sends."""
 
-    steps: dict[str, list[float]] = field(default_factory=dict)
+    events: list[Event]
+    steps: list[float] = field(default_factory=list)
     # A step's collectives and nothing else: those of gradients, and those of parameters.
-    reductions: dict[str, list[float]] = field(default_factory=dict)
-    gathers: dict[str, list[float]] = field(default_factory=dict)
-    events: dict[str, list[Event]] = field(default_factory=dict)
+    reductions: list[float] = field(default_factory=list)
+    gathers: list[float] = field(default_factory=list)
+
+    def then(self, other: "Turn") -> "Turn":
+        """This turn and one after it."""
+        kinds = ("steps", "reductions", "gathers")
+        return Turn(other.events, *(getattr(self, kind) + getattr(other, kind) for kind in kinds))
 
 
 class Arena:
@@ -67,54 +70,51 @@ class Arena:
         trained.optimizer.step()
         trained.optimizer.zero_grad()
 
-    def turn(self, name: str, turns: Turns, steps: int) -> None:
+    def turn(self, name: str, steps: int) -> Turn:
         """Build one candidate, warm it up, and time it."""
         trained = self.build(name)
         for _ in range(UNTIMED):
             with record() as events:
                 self.step(trained)
-        turns.events[name] = events
-        for _ in range(steps):
-            line_up(self.group, self.device)
-            start = now(self.device)
-            self.step(trained)
-            turns.steps.setdefault(name, []).append(1e3 * (now(self.device) - start))
+        turn = Turn(events, self.slowest(partial(self.step, trained), steps))
         del trained
-        reductions = [event for event in events if event.verb in OF_GRADIENTS]
-        gathers = [event for event in events if event.verb not in OF_GRADIENTS]
-        if name != ALONE and events:
-            for kind, part in ((turns.reductions, reductions), (turns.gathers, gathers)):
-                if part:
-                    kind.setdefault(name, []).append(self.replay(part))
+        if name != ALONE:
+            for times, of_gradients in ((turn.reductions, True), (turn.gathers, False)):
+                if part := [event for event in events if (event.verb in OF_GRADIENTS) == of_gradients]:
+                    times += self.replay(part)
+        return turn
 
-    def replay(self, events: list[Event]) -> float:
+    def slowest(self, run: Callable[[], object], times: int) -> list[float]:
+        """Milliseconds of the rank that takes longest, each time that all do `run`."""
+        return list(time_ranks(run, self.group, self.device, 0, times).amax(dim=0).tolist())
+
+    def replay(self, events: list[Event]) -> list[float]:
         """Milliseconds of some collectives by themselves, each launched when the one before is done, in buffers that
         ranks share if they can."""
         buffers = [shared_empty(each.numel, each.dtype, self.device, self.group).zero_() for each in events]
-        line_up(self.group, self.device)
-        start = now(self.device)
-        for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
-            if event.verb == "broadcast":
-                broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
-            else:
-                VERBS[event.verb](buffer, self.group, "replay").wait()
-        return 1e3 * (now(self.device) - start)
 
-    def play(self, rounds: int, steps: int, advance: Advance) -> Turns:
+        def run() -> None:
+            for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
+                if event.verb == "broadcast":
+                    broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
+                else:
+                    VERBS[event.verb](buffer, self.group, "replay").wait()
+
+        return self.slowest(run, 1)
+
+    def play(self, rounds: int, steps: int, expected_seconds: float) -> dict[str, Turn]:
         """Let every candidate take a turn of `steps` in each round."""
-        turns = Turns()
-        for _ in range(rounds):
-            for name in self.candidates:
-                self.turn(name, turns, steps)
-                advance(name)
-        for samples in (turns.steps, turns.reductions, turns.gathers):
-            for name in samples:
-                samples[name] = gather_times(samples[name], self.group, self.device).amax(dim=0).tolist()
-        return turns
+        turns = {name: partial(self.turn, name, steps) for name in self.candidates}
+        found = take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
+        return {name: reduce(Turn.then, each) for name, each in found.items()}
 
 
 def check(
-    config: ModelConfig, candidates: dict[str, Build], group: Group, device: torch.device, advance: Advance
+    config: ModelConfig,
+    candidates: dict[str, Build],
+    group: Group,
+    device: torch.device,
+    advance: Callable[[str], None] = lambda note: None,
 ) -> dict[str, float]:
     """The gate: every candidate's step of SGD on two blocks of the model's width, against the mean of the ranks'
     gradients computed without it: relative errors of what the step changed. Raises WrongResultError.

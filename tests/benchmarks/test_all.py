@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import tarfile
 import time
 from pathlib import Path
 
@@ -91,15 +90,11 @@ def test_what_fails_is_named_and_the_others_still_run(fakes, capsys):
     assert log(folder, "ok").startswith("this is ok")
 
 
-def test_all_well_is_exit_code_0_and_the_results_are_packed(fakes, capsys):
+def test_all_well_is_exit_code_0_and_leaves_records_and_logs(fakes):
     folder = fakes(fake("record"), fake("ok"))
-    (folder / "logs").mkdir()
-    (folder / "logs/older.log").write_text("of another run")
-    assert suite("--pack", "new/all.tar.gz") == 0
-    with tarfile.open(folder / "new/all.tar.gz") as archive:
-        files = sorted(member.name for member in archive if member.isfile())
-    assert files == ["logs/01_record.log", "logs/02_ok.log", "results/out/commands.json", "results/out/fake.jsonl"]
-    assert "packed into new/all.tar.gz" in capsys.readouterr().out
+    assert suite() == 0
+    found = sorted(str(path.relative_to(folder)) for place in ("logs", "out") for path in (folder / place).iterdir())
+    assert found == ["logs/01_record.log", "logs/02_ok.log", "out/commands.json", "out/fake.jsonl"]
 
 
 def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
@@ -161,7 +156,7 @@ def test_no_time_at_all_is_one_line_and_exit_code_2(fakes, capsys):
 def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):
     folder = fakes(fake("hang", seconds=1.0), fake("ok"))
     begun = time.monotonic()
-    assert suite("--pack", "all.tar.gz") == 2
+    assert suite() == 2
     assert time.monotonic() - begun < 10
     assert_all_gone(folder)
     assert capsys.readouterr().err.splitlines() == ["error: 1 of 2 commands went wrong: python -m fake hang (stopped)"]
@@ -174,7 +169,7 @@ def test_what_is_left_running_is_ended(fakes):
     assert_all_gone(folder)
 
 
-def test_sigterm_ends_what_is_under_way_and_still_packs(fakes, monkeypatch, capsys):
+def test_sigterm_ends_what_is_under_way_(fakes, monkeypatch, capsys):
     folder, handler = fakes(fake("hang"), fake("ok")), signal.getsignal(signal.SIGTERM)
     wait = running.subprocess.Popen.wait
 
@@ -187,9 +182,8 @@ def test_sigterm_ends_what_is_under_way_and_still_packs(fakes, monkeypatch, caps
         return wait(process, seconds)
 
     monkeypatch.setattr(running.subprocess.Popen, "wait", interrupted)
-    assert suite("--pack", "all.tar.gz") == 130
+    assert suite() == 130
     assert_all_gone(folder)
-    assert (folder / "all.tar.gz").stat().st_size > 0
     assert not list(folder.glob("logs/*ok.log"))
     assert not (folder / "out/commands.json").exists()
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -294,8 +288,6 @@ def test_a_smoke_run_needs_no_gpu(fakes, monkeypatch):
         (("--edition", "gpu"), False, "error: --edition gpu needs a CUDA device, and torch finds none here; --smoke "),
         (("--only", "everything"), True, "error: --only everything is no benchmark; there are ok, two"),
         (("--only", "two", "--smoke"), True, "error: --smoke leaves out two: it is for benchmarks on one device"),
-        (("--pack", "file/all.tar.gz"), True, "error: cannot write file: "),
-        (("--pack", "."), True, "error: cannot write .: Is a directory; choose another --pack"),
         (("--logs", "file"), True, "error: cannot write "),
         (("--minutes", "-1"), True, "error: Invalid value for '--minutes': -1.0 is not in the range 0<=x<="),
     ],

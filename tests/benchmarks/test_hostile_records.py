@@ -1,7 +1,9 @@
 """Records and logs of any content: each field by each type of JSON is read, or refused in one line."""
 
+import io
 import json
 import os
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 
 from benchmarks.allreduce_plot import plot
 from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_tables import PUBLISHED, markdown
+from benchmarks.lib.scaling_tables import PUBLISHED
 from benchmarks.records import RESULTS, read_records
+from benchmarks.scaling import import_log
 from benchmarks.tables import chosen, measured_tables
 from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost.fitting.logged_runs import LogOptions
@@ -20,6 +23,7 @@ from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_mac
 from cs336_systems.cost.runs import read_runs as run_list
 from cs336_systems.data.corpus import read_text
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
 from tests.benchmarks.test_train_log import HEADER, LAST, REPORTS
 from tests.support.garble import garbled
 
@@ -42,7 +46,7 @@ def outcome(use) -> str:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_any_field_of_a_record_is_shown_or_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.lib.scaling_tables.published", str)
+    monkeypatch.setattr("benchmarks.lib.scaling_tables.markdown", lambda runs, level: "")
     monkeypatch.setattr("benchmarks.tables.goals_table", str)
     path = tmp_path / "machine" / f"{name}.jsonl"
     path.parent.mkdir()
@@ -82,9 +86,13 @@ def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
 
 
 def shown(path: Path) -> None:
-    """A table of a file's runs."""
-    runs = read_runs([path])
-    markdown(runs).encode()
+    """The tables of a file's runs, as the command prints them."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run_command(import_log, ["--markdown", str(path)])
+    out.getvalue().encode()
+    if code:
+        raise UserError(err.getvalue().removesuffix("\n"))
 
 
 READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks import leaderboard
+from benchmarks.gate import tolerance
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import attention_candidates, leaderboard_step
-from benchmarks.lib.leaderboard_step import FULL, TINY, LeaderboardStep, gate_step, largest_step
+from benchmarks.leaderboard import FULL, TINY, LeaderboardStep, gate_step, largest_step
+from benchmarks.lib import attention_candidates
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -35,24 +36,24 @@ def test_what_a_step_needs_is_that_of_the_hand_count():
     tokens = 2 * 32_768
     activations = 34 * tokens * 4096 * 2 + tokens * 2 * (18 * 4096 + 6 * 11_008)
     head = 151_936 * (6 * 4096 + 2 * 4096)
-    assert LeaderboardStep(FULL, 2, False).bytes_needed == 12 * parameters + activations + head
-    assert largest_step(FULL, None, None, False, 140 * GIB) == LeaderboardStep(FULL, 2, False)
+    assert LeaderboardStep(FULL, 2).bytes_needed == 12 * parameters + activations + head
+    assert largest_step(FULL, None, 140 * GIB) == LeaderboardStep(FULL, 2)
 
 
 def test_the_step_is_scaled_to_what_fits():
-    found = largest_step(FULL, None, None, False, 80 * GIB)
+    found = largest_step(FULL, None, 80 * GIB)
     assert 1 < found.config.num_layers < 34
     assert found.bytes_needed <= 80 * GIB
     assert found.batch == 1
     deeper = replace(found, config=replace(found.config, num_layers=found.config.num_layers + 1))
     assert deeper.bytes_needed > 80 * GIB
-    assert largest_step(FULL, 8, None, False, 80 * GIB) == LeaderboardStep(replace(FULL, num_layers=8), 2, False)
-    with pytest.raises(UserError, match=r"--layers 34 at batch 2 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
-        largest_step(FULL, 34, 2, False, 80 * GIB)
+    assert largest_step(FULL, 8, 80 * GIB) == LeaderboardStep(replace(FULL, num_layers=8), 2)
+    with pytest.raises(UserError, match=r"--layers 34 at batch 1 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
+        largest_step(FULL, 34, 80 * GIB)
 
 
 def test_the_predicted_time_is_that_of_the_hand_count():
-    step = LeaderboardStep(replace(TINY, recompute="none"), 2, False)
+    step = LeaderboardStep(replace(TINY, recompute="none"), 2)
     per_token = 2 * (4 * 32**2 + 3 * 32 * 64 + 256 * 32)
     scores = 2 * 2 * 2 * 32 * 32 / 2 * 32  # two products, batch 2, 32 queries and keys, half of them masked
     predicted = step.predict(Hardware("slow", 1e9, 1e9, "made up"))
@@ -78,8 +79,7 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
     assert skipped["predicted"]["flops"] == 3.5 * 4 * 16 * 16_384**2 * 64 / 2
     config, metrics = done["config"], done["metrics"]
     assert config == {
-        "task": "step-2026", "layers": 1, "d_model": 32, "batch_size": 2, "context": 32, "compile": False,
-        "dtype": "bf16",
+        "task": "step-2026", "layers": 1, "d_model": 32, "batch_size": 2, "context": 32, "dtype": "bf16",
     }  # fmt: skip
     assert len(done["samples_ms"]) == 2
     assert 0 < metrics["gate_error"] < 0.1
@@ -161,7 +161,7 @@ def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkey
 
 
 def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
-    step = LeaderboardStep(replace(TINY, kernels="torch"), 2, False)
+    step = LeaderboardStep(replace(TINY, kernels="torch"), 2)
 
     def broken(q, k, v, is_causal):
         return reference.attention(q, k, v, False)[0]
@@ -170,14 +170,14 @@ def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
         return reference.attention(q, k, v, is_causal)[0]
 
     monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=right))
-    assert gate_step(step, CPU) < step.tolerance / 5
+    assert gate_step(step, CPU) < tolerance(step.block, "bf16") / 5
     monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=broken))
     with pytest.raises(WrongResultError, match=r"of a block|the gradient of"):
         gate_step(step, CPU)
 
 
 def test_the_gate_sees_a_gradient_that_is_missing(monkeypatch):
-    step = LeaderboardStep(replace(TINY, kernels="torch"), 2, False)
+    step = LeaderboardStep(replace(TINY, kernels="torch"), 2)
 
     def forgetful(q, k, v, is_causal):
         return reference.attention(q, k.detach(), v, is_causal)[0]
@@ -193,16 +193,16 @@ def test_the_gate_sees_a_parameter_without_a_gradient(monkeypatch):
         list(model.parameters())[-1].requires_grad_(False)
         return model
 
-    monkeypatch.setattr(leaderboard_step.TransformerLM, "bfloat16", freeze)
+    monkeypatch.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
     with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
-        gate_step(LeaderboardStep(PLAIN, 2, False), CPU)
+        gate_step(LeaderboardStep(PLAIN, 2), CPU)
 
 
 def test_a_wrong_result_is_one_line_and_leaves_no_speed(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
-    right = leaderboard_step.lm_loss
+    right = leaderboard.lm_loss
     factors = iter((1.0, 1.2))  # the candidate's, the reference's
-    monkeypatch.setattr(leaderboard_step, "lm_loss", lambda model, *batch: next(factors) * right(model, *batch))
+    monkeypatch.setattr(leaderboard, "lm_loss", lambda model, *batch: next(factors) * right(model, *batch))
     assert run_command(leaderboard.main, ["--device", "cpu", "--results", "out"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: step-2026: the loss of a block is off its ref")
     assert [json.loads(line)["status"] for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines()] == [
@@ -223,10 +223,10 @@ def test_running_out_of_memory_is_recorded(in_tmp, monkeypatch):
 
 
 def test_a_loss_that_is_no_number_has_no_speed(monkeypatch):
-    right = leaderboard_step.lm_loss
-    monkeypatch.setattr(leaderboard_step, "lm_loss", lambda model, *batch: right(model, *batch) * float("nan"))
+    right = leaderboard.lm_loss
+    monkeypatch.setattr(leaderboard, "lm_loss", lambda model, *batch: right(model, *batch) * float("nan"))
     with pytest.raises(UserError, match="the loss is nan"):
-        leaderboard_step.time_step(LeaderboardStep(PLAIN, 1, False), 1, CPU)
+        leaderboard.time_step(LeaderboardStep(PLAIN, 1), 1, CPU)
 
 
 @pytest.mark.parametrize(

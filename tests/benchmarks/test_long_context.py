@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import long_context
+from benchmarks.lib import scaling_study
 from benchmarks.lib.scaling_measure import measure_peak
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
@@ -28,19 +29,19 @@ class MadeUp:
     def __init__(self, here, device) -> None:
         self.asked = []
 
-    def run(self, work, task, ranks: int) -> dict:
+    def run(self, ranks: int, work, recipe, steps: int = 0, **options) -> dict:
         if work is measure_peak:
             return PEAK
-        kind = task.recipe.parallel.cp_type
+        kind = recipe.parallel.cp_type
         losses = [5.0, 4.0] if kind != self.wrong or ranks == 1 else [5.5, 4.0]
-        answer = {"losses": losses, "norms": [1.0, 1.0], "memory_bytes": [2**20 // ranks] * ranks, "vocab_size": 256}
+        answer = {"losses": losses, "norms": [1.0, 1.0], "memory_bytes": [2**20 // ranks] * ranks, "skipped": 0}
         answer["link"] = {"latency": 1e-4, "bandwidth": 1e9} if ranks > 1 else None
-        return answer | {"samples_ms": [100.0 / ranks] * task.steps}
+        return answer | {"samples_ms": [100.0 / ranks] * steps}
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
-    monkeypatch.setattr(long_context, "Launcher", MadeUp)
+    monkeypatch.setattr(scaling_study, "Launcher", MadeUp)
 
 
 def run(*arguments: str) -> int:

@@ -88,7 +88,7 @@ class Unsynchronised(FlatDDP):
 def gate_case(group, broken: bool, kind: str) -> None:
     wrapper = {"undivided": Undivided, "unsynchronised": Unsynchronised}[kind] if broken else BucketedDDP
     config = ParallelSettings(**SMALL).config()
-    check(config, {"candidate": wrapped(partial(wrapper))}, group, torch.device("cpu"), lambda note: None)
+    check(config, {"candidate": wrapped(partial(wrapper))}, group, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["undivided", "unsynchronised"])

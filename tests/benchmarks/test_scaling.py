@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
+from benchmarks.lib import scaling_study
 from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.records import Record, read_records
+from benchmarks.scaling import ScalingSettings, parse_grid
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.host.console import run_command
@@ -26,7 +27,7 @@ QUICK = (*SMALL, "--rounds", "1", "--steps", "1", "--warmup", "1")
 
 def command(arguments: list[str]) -> dict:
     """Run it in this process, which must not have run tensor code, as it forks."""
-    scaling.PROBE_SECONDS = 0.01
+    scaling_study.PROBE_SECONDS = 0.01
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run_command(scaling.main, arguments)
@@ -42,7 +43,7 @@ def measured_case(rank: int, world: int, folder: str, results: str) -> dict:
 
     Trainer._share = off
     gc.freeze()  # what the ranks need not copy
-    arguments = ["--grid", "1x1x1,2:1x2x1,2x1x1", *QUICK, "--results", f"{results}/own"]
+    arguments = ["--grid", "1x1x1,1x2x1,2x1x1", *QUICK, "--results", f"{results}/own"]
     answer = {"own": command(arguments)}
     run_ranks(torchrun_rank, 2, "cpu", Path(folder), results)
     return answer | {"torchrun": [json.loads(Path(folder, f"said-{rank}").read_text()) for rank in (0, 1)]}
@@ -99,7 +100,7 @@ def test_every_layout_is_recorded_beside_one_rank(measured):
     assert "Scaling: " not in out  # one bubble and one MFU a layout, those of all ranks
     assert out.count("Timers of the last rank, ms an iteration") == 1
     assert "3 records appended to" in out
-    assert "Timers of the last rank, ms an iteration" in scaling_tables(folder.parent)[0]
+    assert "Timers of the last rank, ms an iteration" in scaling_tables(folder.parent)[1]
 
 
 def test_a_layout_that_trains_something_else_gets_no_speed(measured):
@@ -127,7 +128,7 @@ def test_ranks_of_torchrun_measure_the_layouts_of_their_number(measured):
 def smoke(monkeypatch, results: Path, *arguments: str) -> list[tuple]:
     """Work that a smoke run gives to the ranks."""
     launcher = FakeLauncher()
-    monkeypatch.setattr(scaling, "Launcher", lambda here, device: launcher)
+    monkeypatch.setattr(scaling_study, "Launcher", lambda here, device: launcher)
     command = ["--smoke", "--device", "cpu", "--results", str(results), *arguments]
     assert run_command(scaling.main, command) == 0
     assert not results.exists()
@@ -153,7 +154,7 @@ def test_a_smoke_run_keeps_what_is_given(monkeypatch, capsys, tmp_path):
 
 
 def test_a_grid_is_read():
-    assert parse_grid("1x1x1, 8:2x2x2,1x1x1 3x1x4") == [(1, 1, 1), (2, 2, 2), (3, 1, 4)]
+    assert parse_grid("1x1x1, 2x2x2,1x1x1 3x1x4") == [(1, 1, 1), (2, 2, 2), (3, 1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +162,11 @@ def test_a_grid_is_read():
     [
         (
             ["--grid", "1x1x1,2x2"],
-            "--grid has '2x2', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2 or 8:2x2x2",
+            "--grid has '2x2', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
         ),
         (
             ["--grid", "1x0x1"],
-            "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2 or 8:2x2x2",
+            "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
         ),
         (["--grid", "axbxc"], "--grid has 'axbxc', which is no layout: write tp x pp x dp"),
         (
@@ -174,7 +175,6 @@ def test_a_grid_is_read():
             "dp 1 = 64: use 64",
         ),
         (["--grid", " ,"], "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2"),
-        (["--grid", "4:2x2x2"], "--grid has '4:2x2x2', but tp 2 x pp 2 x dp 2 = 8 ranks"),
         (["--grid", "1x1x1,3x1x1"], "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4"),
         (
             ["--grid", "1x1x1,1x3x1"],
@@ -191,7 +191,6 @@ def test_a_grid_is_read():
             "of the two",
         ),
         (["--size", "huge"], "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m, "),
-        (["--plot", "a.gif"], ("--plot a.gif should end in .svg, .png, .pdf", "no plot without matplotlib")),
         (
             ["--backend", "nccl"],
             "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
@@ -201,12 +200,11 @@ def test_a_grid_is_read():
     ],
 )
 def test_bad_input_is_one_line_and_nothing_starts(arguments, line, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(scaling, "Study", None)
+    monkeypatch.setattr(scaling_study, "Launcher", None)
     results = tmp_path / "results"
     assert run_command(scaling.main, ["--device", "cpu", "--results", str(results), *arguments]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    lines = (line,) if isinstance(line, str) else line
-    assert error.startswith(tuple(f"error: {each}" for each in lines))
+    assert error.startswith(f"error: {line}")
     assert not results.exists()
 
 

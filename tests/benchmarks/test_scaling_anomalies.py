@@ -7,13 +7,17 @@ import pytest
 from benchmarks.lib.scaling_anomalies import anomalies, rounding
 from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_run import ScalingRun, top_level_ms
-from benchmarks.lib.scaling_tables import PUBLISHED, findings
+from benchmarks.lib.scaling_tables import PUBLISHED
 from tests.support.scaling_rows import clean, with_timers
 
 
 @pytest.fixture(scope="module")
 def published() -> list[ScalingRun]:
     return read_runs([PUBLISHED])
+
+
+def findings(runs: list[ScalingRun]) -> list[str]:
+    return [each.text for each in anomalies(runs)]
 
 
 def kinds(runs: list[ScalingRun]) -> list[tuple[str, tuple[int, ...]]]:

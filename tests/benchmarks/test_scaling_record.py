@@ -7,24 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks import scaling
-from benchmarks.lib.scaling_measure import ScalingTask, measure_peak
-from benchmarks.lib.scaling_options import ScalingSettings
-from benchmarks.lib.scaling_record import (
-    Layout,
-    affinity,
-    efficiencies,
-    gate,
-    gate_tolerance,
-    make_record,
-    peak_flops,
-    pipeline_bubble,
-    predict,
-    study_run,
-)
-from benchmarks.lib.scaling_tables import remarks, show_records, summary
+from benchmarks.gate import compare_steps, tolerance
+from benchmarks.lib import scaling_study
+from benchmarks.lib.scaling_measure import measure_peak
+from benchmarks.lib.scaling_record import affinity, peak_flops, pipeline_bubble, predict, study_run
+from benchmarks.lib.scaling_study import Layout, Study
+from benchmarks.lib.scaling_tables import sheets, summary
+from benchmarks.lib.sheets import remarks, show
 from benchmarks.records import Record
-from benchmarks.scaling import check_gpus, plan
+from benchmarks.scaling import ScalingSettings, efficiencies, flag_anomalies, layout_record
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
@@ -48,7 +39,7 @@ def turn(milliseconds: list[float], world: int = 1, **timers) -> dict:
 
 
 def layouts(**options) -> list[Layout]:
-    found = plan(ScalingSettings(device="cpu", **options), Place())
+    found = ScalingSettings(device="cpu", **options).layouts(1)
     for layout in found:
         layout.gate = {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": {"latency": 1e-5, "bandwidth": 1e9}}
     return found
@@ -94,22 +85,22 @@ def test_the_bubble_of_stages_that_differ():
 def test_the_gate_holds_losses_and_norm_to_their_bounds():
     layout = layouts(grid="1x1x1")[0]
     config, recipe = layout.config, layout.recipe
-    t = gate_tolerance(config, "fp32")
+    t = tolerance(config, "fp32")
     assert t == pytest.approx(4 * 32 * 2.0**-24 * (1 + 512**0.5))
-    assert gate_tolerance(config, "bf16") > 100 * t
+    assert tolerance(config, "bf16") > 100 * t
     want = {"losses": [7.0, 6.0], "norms": [2.0, 1.0]}
     step = t * (6.0 + 2 * recipe.optimizer.lr * sum(count_parameters(config).values()) ** 0.5 * 2.0)
 
     def found(first=0.0, second=0.0, norm=0.0, later=0.0):
         got = {"losses": [7.0 + first, 6.0 + second], "norms": [2.0 - norm, 1.0 + later]}
-        return gate(got, want, config, recipe)
+        return compare_steps(got, want, config, recipe)
 
     assert found() == found(first=0.99 * 7 * t) == found(norm=0.99 * 2 * t) == found(second=0.99 * step) == ""
     assert found(later=0.5) == ""  # after the update no bound is known for it
     assert found(first=1.01 * 7 * t).startswith("the first loss is 7.00")
     assert found(second=-1.01 * step).startswith("the second loss is ")
     assert found(norm=1.01 * 2 * t).startswith("the gradient norm is 1.999")
-    assert gate({"losses": [7.0, None], "norms": [2.0, 1.0]}, want, config, recipe) == (
+    assert compare_steps({"losses": [7.0, None], "norms": [2.0, 1.0]}, want, config, recipe) == (
         "the second loss is not finite (fp32)"
     )
 
@@ -131,44 +122,58 @@ class FakeLauncher:
     def __init__(self, fails: str = "") -> None:
         self.fails, self.runs = fails, []
 
-    def run(self, work, task: ScalingTask, count: int) -> dict:
-        recipe = task.recipe
+    def run(self, count: int, work, recipe, steps: int = 0, warmup: int = 0, **options) -> dict:
         name = f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
         if name == self.fails:
             raise UserError("no luck")
         if work is measure_peak:
             return PEAK
-        self.runs.append((name, recipe.data.batch_size, task.warmup, task.steps, recipe.model.precision))
-        return turn([float(count)] * task.steps, count) | {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": None}
+        self.runs.append((name, recipe.data.batch_size, warmup, steps, recipe.model.precision))
+        return turn([float(count)] * steps, count) | {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": None}
 
 
-def test_layouts_take_turns_once_the_gate_is_passed():
+def studied(
+    settings: ScalingSettings, launcher: FakeLauncher, monkeypatch, layouts: list[Layout] | None = None
+) -> Study:
+    monkeypatch.setattr(scaling_study, "Launcher", lambda here, device: launcher)
+    return Study(settings, layouts or settings.layouts(1), Place())
+
+
+def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
     settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu", rounds=2, precision=("fp32", "bf16"))
     launcher = FakeLauncher()
-    study = scaling.Study(settings, plan(settings, Place()), launcher)
+    study = studied(settings, launcher, monkeypatch)
     study.check()
     # In bf16 both are seen in fp32 first, which has been done. Two replicas have a reference of twice the batch.
     gates = [("1x1x1", 16), ("1x1x1", 32), ("1x1x2", 32)]
     assert launcher.runs == [(*each, 2, 0, precision) for precision in ("fp32", "bf16") for each in gates]
     alone = FakeLauncher()
-    scaling.Study(settings, study.layouts[3:], alone).check()  # one layout in bf16 is held to the gate in fp32 as well
+    studied(
+        settings, alone, monkeypatch, study.layouts[3:]
+    ).check()  # one layout in bf16 is held to the gate in fp32 as well
     assert [(name, precision) for name, *_, precision in alone.runs] == [
         ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
     ]  # fmt: skip
+    study = studied(replace(settings, smoke=True), launcher, monkeypatch)
     launcher.runs.clear()
-    study.play()
+    records = []
+
+    def make(*given) -> Record:
+        records.append(layout_record(settings, *given))
+        return records[-1]
+
+    study.run("scaling", make, lambda records: [], flag_anomalies)
     turns = [("1x1x1", 16), ("1x1x2", 32)]
     each_round = [(*each, 2, 3, precision) for precision in ("fp32", "bf16") for each in turns]
-    assert launcher.runs == 2 * each_round
-    records = study.records()
+    assert launcher.runs[6:] == 2 * each_round
     assert [record.metrics["efficiency_median"] for record in records] == [1.0, 0.5, 1.0, 0.5]
     assert [record.config["precision"] for record in records] == ["fp32", "fp32", "bf16", "bf16"]
     assert all("W = " in flag or "noisy" in flag or "share" in flag for record in records for flag in record.flags)
 
 
-def test_a_turn_that_fails_names_its_layout():
+def test_a_turn_that_fails_names_its_layout(monkeypatch):
     settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu")
-    study = scaling.Study(settings, plan(settings, Place()), FakeLauncher(fails="1x1x2"))
+    study = studied(settings, FakeLauncher(fails="1x1x2"), monkeypatch)
     with pytest.raises(UserError, match=r"^layout 1x1x2: no luck$"):
         study.check()
 
@@ -211,7 +216,7 @@ def measured() -> tuple[Record, Record]:
     one.turns = [turn([16.0], forward_compute=[8.0]), turn([32.0], forward_compute=[9.0]), turn([80.0])]
     spans = {"forward_compute": [2.0, 4.0], "backward_compute": [6.0, 5.0], "backward_recv": [2.0, None]}
     two.turns = [turn([48.0], 2), turn([32.0], 2, **spans), turn([8.0], 2)]
-    first, second = (make_record(each, one, PEAK, ScalingSettings()) for each in (one, two))
+    first, second = (layout_record(ScalingSettings(device="cpu"), each, one, PEAK) for each in (one, two))
     return first, second
 
 
@@ -241,18 +246,23 @@ def test_the_studys_row_has_the_last_ranks_timers():
     (text,) = [line for line in summary([one, two]).markdown().splitlines() if line.startswith("| 1x2x1")]
     assert "| 20.0% | 1-2 MiB |" in text
     assert "util." not in summary([one, two]).heads
-    assert remarks([replace(one, flags=["late"]), replace(two, flags=["late"])]) == ["1x1x1, 1x2x1: late"]
+    some = [replace(one, flags=["late"]), replace(two, flags=["late", "small"]), replace(two, flags=["small"])]
+    assert remarks(some, lambda each: each.config["layout"]) == ["1x1x1, 1x2x1: late", "1x2x1, 1x2x1: small"]
+    # A flag that all have comes last and names nobody.
+    assert remarks(some[:2], lambda each: each.config["layout"]) == ["1x2x1: small", "late"]
 
 
 def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
     one, two = measured()
-    show_records([one, replace(two, flags=["late"])])
+    one, two = replace(one, flags=[]), replace(two, flags=["late"])
+    flag_anomalies([one, two])
+    show(sheets([one, two]))
     out = " ".join(capsys.readouterr().out.split())
     parts = [
         "tiny bert in fp32, weak scaling",
         "Timers of the last rank, ms an iteration",
+        "1x1x1: W = 1 (1/1/1)",
         "1x2x1: late",
-        "1. W = 1 (1/1/1)",
     ]
     places = [out.index(part) for part in parts]
     assert places == sorted(places)
@@ -263,20 +273,19 @@ def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
 def test_skipped_steps_are_flagged():
     (one,) = layouts(grid="1x1x1")
     one.turns = [turn([1.0, 1.0]) | {"skipped": 1}]
-    assert make_record(one, one, PEAK, ScalingSettings()).flags == ["1 of 2 steps were skipped"]
+    assert layout_record(ScalingSettings(device="cpu"), one, one, PEAK).flags == ["1 of 2 steps were skipped"]
 
 
 def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     settings = ScalingSettings(grid="1x1x1,2x1x1", device="cuda")
-    layouts = plan(settings, Place())
-    check_gpus(layouts, settings, torch.device("cuda"), Place())
-    one, two = layouts
-    assert one.status == "ok"
+    monkeypatch.setattr(scaling_study, "usable_memory", lambda device: 2**40)
+    one, two = studied(settings, FakeLauncher(), monkeypatch).layouts
     assert not one.wrong
-    record = make_record(two, one, PEAK, settings)
+    record = layout_record(settings, two, one, PEAK)
     assert record.status == "unsupported"
+    assert record.config["backend"] == "nccl"
     assert record.flags == [two.wrong]
     assert two.wrong.startswith("nccl needs a GPU a rank: 2 ranks, 1 GPU(s)")
 
@@ -285,8 +294,9 @@ def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     settings = ScalingSettings(zero=1, chunks=2, schedule="interleaved", sequence_parallel=True, global_batch_per_dp=8)
 
     def options(*degrees):
-        recipe = settings.recipe(degrees, "fp32")
-        parallel = recipe.parallel
+        grid = "x".join(map(str, degrees))
+        (layout,) = replace(settings, grid=grid, size="medium").layouts(1)
+        recipe, parallel = layout.recipe, layout.recipe.parallel
         found = (parallel.zero, parallel.chunks, parallel.schedule, parallel.sequence_parallel)
         return *found, recipe.data.batch_size
 
@@ -295,4 +305,5 @@ def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     assert options(1, 2, 1) == (0, 2, "interleaved", False, 8)
     assert options(1, 1, 2) == (1, 1, None, False, 16)
     assert options(2, 2, 2) == (1, 2, "interleaved", True, 16)
-    assert replace(settings, global_batch_per_dp=None, global_batch_size=24).batch(2) == 24
+    (strong,) = replace(settings, global_batch_per_dp=None, global_batch_size=24, grid="1x1x2").layouts(1)
+    assert strong.shape.global_batch == 24

@@ -1,9 +1,9 @@
 """Published times of attention and of the leaderboards, and the share of a GPU's peak that each means."""
 
 from benchmarks.attention import LEADERBOARD
+from benchmarks.leaderboard import BATCH, FULL
 from benchmarks.lib.attention_candidates import flops
 from benchmarks.lib.kernel import BOTH
-from benchmarks.lib.leaderboard_step import BATCH, FULL
 from cs336_systems.cost import forward_flops
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_count, format_seconds

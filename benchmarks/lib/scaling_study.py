@@ -1,0 +1,207 @@
+"""Layouts of a training run: each checked against one rank, then trained in turn, recorded, and shown."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.gate import compare_steps
+from benchmarks.harness import WrongResultError, take_turns
+from benchmarks.lib.options import COUNT, RankOptions, Recorder
+from benchmarks.lib.scaling_measure import Answer, Launcher, measure_peak, take_turn
+from benchmarks.lib.sheets import groups, show
+from benchmarks.records import Record
+from cs336_systems.comm import Place
+from cs336_systems.comm.startup import choose_backend
+from cs336_systems.cost.capacity import require_layout_fits
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import usable_memory
+from cs336_systems.host.table import Table
+from cs336_systems.layout import Layout as Shape
+from cs336_systems.layout import Observation
+from cs336_systems.presets import ModelConfig
+from cs336_systems.train.observation import observe
+from cs336_systems.train.options import ParallelOptions
+from cs336_systems.train.recipe import Recipe
+
+GATE_STEPS = 2
+PROBE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class LayoutOptions(RankOptions):
+    """Options of a benchmark whose layouts take turns."""
+
+    size: str = setting("tiny", "Model preset.")
+    rounds: int = setting(5, "Turns of each layout.", type=COUNT)
+    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
+    warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
+    threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
+
+    @property
+    def on(self) -> torch.device:
+        """The device of all ranks."""
+        return torch.device(self.device or ("cuda" if torch.cuda.device_count() else "cpu"))
+
+    def joined_by(self, ranks: int) -> str:
+        """The backend of so many ranks, for records."""
+        usual = "nccl" if self.on.type == "cuda" else choose_backend(None, self.on, Place(0, ranks, 0, ranks))
+        return self.backend or usual
+
+    def layout(self, label: str, ranks: int, **options: object) -> "Layout":
+        """A layout of a recipe's options, seen to divide. Raises UserError, naming it, if it does not.
+
+        Its first update is at the full rate, as the gate assumes, and its loss scale lets fp16 skip no step.
+        """
+        recipe = Recipe.of(
+            **{"size": self.size, "device": self.on.type, "backend": self.backend, "timeout": self.timeout},
+            **{"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0, "initial_loss_scale": 2.0**16},
+            **options,
+        )
+        try:
+            config = recipe.model_config()
+            recipe.check(config, ranks)
+        except UserError as error:
+            raise UserError(f"layout {label}: {error}") from None
+        return Layout(label, recipe, ranks, config)
+
+
+@dataclass
+class Layout:
+    """A layout to measure, and what its turns have said so far. `recipe` has its degrees and precision."""
+
+    label: str
+    recipe: Recipe
+    ranks: int
+    config: ModelConfig
+    gate: Answer = field(default_factory=dict)
+    wrong: str = ""  # why there is no speed
+    unsupported: bool = False  # because this machine cannot run it
+    turns: list[Answer] = field(default_factory=list)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Degrees and batch."""
+        return self.recipe.layout(self.ranks)
+
+    @property
+    def precision(self) -> str:
+        """Precision of matrix products."""
+        return self.recipe.model.precision
+
+    @property
+    def seq(self) -> int:
+        """Tokens in a sequence."""
+        return self.recipe.seq(self.config)
+
+    @cached_property
+    def stages(self) -> list[Observation]:
+        """A rank of each stage, observed: what it keeps, computes and sends. To be asked for before ranks start."""
+        shape = self.shape
+        return [observe(self.recipe, self.config, shape, stage * shape.tp * shape.data) for stage in range(shape.pp)]
+
+    def turn_ms(self) -> list[float]:
+        """Milliseconds of a step, the mean of each turn."""
+        return [fmean(turn["samples_ms"]) for turn in self.turns]
+
+
+class Study:
+    """The turns of some layouts. Every rank that torchrun started constructs it and calls its methods alike.
+
+    Raises UserError before any rank starts for a backend that serves none, and for a layout that does not fit; those
+    with more ranks than GPUs are marked.
+    """
+
+    def __init__(self, settings: LayoutOptions, layouts: Sequence[Layout], here: Place) -> None:
+        self.settings, self.layouts, self.here, device = settings, layouts, here, settings.on
+        self.known: dict[tuple[Recipe, int], Answer] = {}
+        choose_backend(settings.backend, device, Place(0, 1))
+        for layout in layouts:
+            local = here.local_world_size if here.world_size > 1 else layout.ranks
+            try:
+                choose_backend(settings.backend, device, Place(0, layout.ranks, 0, local))
+            except UserError as error:
+                layout.wrong, layout.unsupported = str(error), True
+                continue
+            usable = usable_memory(device) // (layout.ranks if device.type == "cpu" else 1)
+            parts = max((seen.memory() for seen in layout.stages), key=lambda each: sum(each.values()))
+            require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
+        self.launcher = Launcher(here, device.type)
+
+    def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:
+        """One turn; an error names the layout."""
+        options = {"steps": steps, "warmup": warmup, "threads": self.settings.threads}
+        try:
+            return self.launcher.run(ranks, take_turn, recipe, **options)
+        except UserError as error:
+            raise UserError(f"layout {layout.label}: {error}") from None
+
+    def first_steps(self, layout: Layout, recipe: Recipe, ranks: int) -> Answer:
+        """Two steps, which are not timed; one run serves all layouts that are compared to it."""
+        if (recipe, ranks) not in self.known:
+            self.known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
+        return self.known[recipe, ranks]
+
+    def check(self) -> None:
+        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
+        with console.progress("gate", len(self.layouts), quiet=self.here.rank > 0) as advance:
+            for layout in self.layouts:
+                for precision in dict.fromkeys(("fp32", layout.precision)):
+                    if not layout.wrong:
+                        recipe = layout.recipe.change(precision=precision)
+                        alone = replace(recipe, parallel=ParallelOptions(dp=1))
+                        want = self.first_steps(layout, alone, 1)
+                        layout.gate = self.first_steps(layout, recipe, layout.ranks)
+                        layout.wrong = compare_steps(layout.gate, want, layout.config, recipe)
+                advance(layout.label)
+
+    def play(self) -> None:
+        """Let every layout that is right take a turn in each round."""
+        settings, good = self.settings, {layout.label: layout for layout in self.layouts if not layout.wrong}
+        counts = settings.steps, settings.warmup
+        turns = {name: partial(self.turn, each, each.recipe, each.ranks, *counts) for name, each in good.items()}
+        for name, answers in take_turns(turns, settings.rounds, quiet=self.here.rank > 0).items():
+            good[name].turns = answers
+
+    def run(
+        self,
+        benchmark: str,
+        make: Callable[[Layout, Layout | None, Answer], Record],
+        sheets: Callable[[list[Record]], list[Table]],
+        flag: Callable[[list[Record]], None] = lambda records: None,
+    ) -> Recorder | None:
+        """Check, measure, record and, on the first rank, print; returns the recorder there.
+
+        `make` is given a layout, the first that is right of its precision and length, and the machine's peak; `flag`
+        the records of one precision and length.
+        """
+        settings, found, peaks = self.settings, list[Record](), dict[str, Answer]()
+        recorder = settings.recorder(benchmark, settings.on) if self.here.rank == 0 else None
+        self.check()
+        self.play()
+        options: dict[str, Any] = {"threads": settings.threads, "budget": 0.02 if settings.smoke else PROBE_SECONDS}
+        options |= {"commit": settings.commit, "side_by_side": self.here.world_size > 1}
+        for layouts in groups(self.layouts, lambda each: (each.precision, each.seq)):
+            name, recipe = layouts[0].precision, layouts[0].recipe
+            peaks[name] = peak = peaks.get(name) or self.launcher.run(1, measure_peak, recipe, **options)
+            base = next((layout for layout in layouts if not layout.wrong), None)
+            records = [make(layout, base, peak) for layout in layouts]
+            flag(records)
+            found += records
+        if recorder:
+            show(sheets(found))
+            recorder.keep(*found)
+            recorder.tell()
+        return recorder
+
+    def require_right(self) -> None:
+        """Raises WrongResultError if a layout did not pass the gate. To be called in the end."""
+        if wrong := [f"{each.label}: {each.wrong}" for each in self.layouts if each.wrong and not each.unsupported]:
+            several = f"{len(wrong)} of {len(self.layouts)} layouts train something else"
+            raise WrongResultError(f"{several}: {'; '.join(wrong)}")
