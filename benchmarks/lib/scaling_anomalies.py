@@ -91,7 +91,7 @@ def excess(run: ScalingRun) -> str | None:
     why = (
         "each is the most over the ranks, and no rank has them all"
         if run.over_ranks
-        else "they were taken in another window than the time of a sample, which must not be mixed"
+        else "they were taken over another window than the time of a sample; do not mix the two"
     )
     return (
         f"{label(run)}: the timers add up to {timed:.1f} ms, {timed - run.iteration_ms:.1f} ms more than the iteration "

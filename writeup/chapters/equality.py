@@ -71,7 +71,7 @@ def published(book: Book) -> str:
     table = book.published.table("precipice-blades", "equality")
     found = joined(f"{row.values['difference'].text.split()[0]} on {row.keys['ranks']}" for row in table.rows)
     where = f"`{table.source.title}`, {table.source.year}, {markdown_text(table.hardware)}"
-    return f"{found} GPUs as the largest difference to one ({where})"
+    return f"{found} GPUs as the largest difference from one GPU ({where})"
 
 
 def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:

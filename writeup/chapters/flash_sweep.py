@@ -103,5 +103,5 @@ def limits() -> str:
         f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Doubling "
         f"the length further, the first that does not fit in an {system.name} with {format_bytes(system.memory)} is "
         f"{first:,}: "
-        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)} of it."
+        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)}."
     )
