@@ -44,7 +44,7 @@ class FSDP(Wrapper):
     dtype, and layers with replicated parameters only (norms) get inputs in it. Gradients of sharded weights are reduced
     in `reduce_dtype` (default: the module's).
     A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass. With
-    `reshard_after_forward=False` all stay whole from forward to backward: one gather less, but memory for all weights.
+    `reshard_after_forward=False` all stay whole from forward to backward: one gather fewer, but memory for all weights.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
@@ -234,7 +234,7 @@ class FSDP(Wrapper):
         if not self.guard.synchronised:
             self._end_backward()
         for weight in self.sharded:
-            weight.promised = False  # whatever has become of its stand-in
+            weight.promised = False  # even if its stand-in was dropped or replaced
             weight.take_back_promise()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()

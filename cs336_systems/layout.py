@@ -56,7 +56,7 @@ class Layout:
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
     ep: int = 1  # ranks over which the experts are split; dp and ep together are the ranks that see different rows
     cp: int = 1  # context parallelism: ranks that a sequence is split over, from the embedding to the loss
-    cp_type: ContextType = "ring"  # way in which queries meet the keys of other ranks, see context_parallel.py
+    cp_type: ContextType = "ring"  # method by which queries reach the keys of other ranks, see context_parallel.py
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "ep", "cp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"

@@ -59,13 +59,13 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
     rest = list(cases)
     while rest:
         with tempfile.TemporaryDirectory(prefix="check-") as name:
-            with suppress(UserError, RuntimeError):  # what a rank has written says more
+            with suppress(UserError, RuntimeError):  # the notes that the ranks wrote say more
                 run_ranks(_work, world, "cpu", candidate, rest, Path(name), timeout)
             while rest:
                 case = rest.pop(0)
                 found.append((case, [_read(Path(name, f"{case.name}-{rank}")) for rank in range(world)]))
                 if any(notes.error for notes in found[-1][1]):
-                    rest = [] if case.name == FIRST.name else rest  # what cannot train has no other property
+                    rest = [] if case.name == FIRST.name else rest  # if training fails, so does the rest
                     break
     return found
 
@@ -73,7 +73,7 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
 def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, timeout: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
     tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
-    faulthandler.disable()  # a rank that gloo aborts has told why
+    faulthandler.disable()  # gloo has printed why it aborts a rank
     sys.stdout = sys.stderr = sink = open(os.devnull, "w")  # noqa: SIM115
     os.dup2(sink.fileno(), 1)
     os.dup2(sink.fileno(), 2)

@@ -8,7 +8,7 @@ memory that nobody has written to is P. Over all ranks of the group
 
     all-reduce, all-gather    give R
     reduce-scatter            gives V, this rank's share
-    broadcast                 gives R, but of P, which is one rank's part of a sum, P
+    broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
 Rows are P, and weights that each rank has drawn itself are V. A gradient that an optimizer uses must not be P, and a
 weight that a layer uses must be R. Not seen: factors, waits, and sums that are made of messages.
