@@ -157,7 +157,7 @@ def run(settings: LeaderboardSettings) -> list[Record]:
         torch.manual_seed(0)
         try:
             recorder.keep(finish(run_task(settings, device, hardware), hardware, stamp))
-        except (UserError, UnavailableError) as fault:  # the other task still wants to be measured
+        except (UserError, UnavailableError) as fault:  # the other task is still to be measured
             faults.append(f"{name}: {fault}")
     if recorder.records:
         recorder.tell()

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.checks import check_last_group, check_state
 from kernels.launch import jit, launch, runs_triton, tl
 
-BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
+BLOCK = 1024  # elements that a program holds at once: 8 per thread, two loads of 128 bits of each float32 tensor
 CHUNK = 8 * BLOCK  # elements of a program: many, so that reading the tables takes little of its time
 NUM_WARPS = 4
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of m and v

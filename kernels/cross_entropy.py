@@ -86,8 +86,8 @@ def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index:
     """Losses (tokens) of logits (tokens vocab), which with need_grad become their gradients. Their rows are padded."""
     tokens, vocab = logits.shape
     stride = logits.stride(0)
-    # 32 bytes a thread. From 64 Ki logits on a row takes a whole multiprocessor: the fewer rows are under way, the more
-    # of each is still in the cache for the second pass.
+    # 32 bytes per thread. From 64 Ki logits on a row takes a whole multiprocessor: with fewer rows under way, more of
+    # each is still in the cache for the second pass.
     num_warps = max(4, min(32, ceil_power_of_2(stride) // 2048))
     block = num_warps * 1024 // logits.element_size()
     constants = {"VOCAB": vocab, "STRIDE": stride, "NEED_GRAD": need_grad, "BLOCK": block, "STAGES": 3}

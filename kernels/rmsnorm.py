@@ -114,7 +114,7 @@ def forward(
     elif x.numel():
         block_columns = ceil_power_of_2(columns)
         block_rows = max(1, 2048 // block_columns)
-        # 16 elements a thread: enough bytes in flight to hide the memory, few enough for many threads.
+        # 16 elements per thread: enough bytes in flight to hide latency, few enough for many threads.
         constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         grid, num_warps = (-(-rows // block_rows), 1, 1), block_rows * block_columns // 512
         launch(forward_kernel, grid, *arguments, num_warps=num_warps, **constants)
@@ -132,7 +132,7 @@ def backward(
         return grad_x, torch.zeros_like(weight) if need_weight else new_like(weight, False)
     block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
     block_rows = max(1, 1024 // block_columns)
-    num_warps = block_rows * block_columns // 256  # 8 elements a thread, since backward holds three numbers for each
+    num_warps = block_rows * block_columns // 256  # 8 elements per thread, since backward holds three numbers for each
     # As many programs as run at the same time share the blocks, 32 warps per multiprocessor. But each adds a row of
     # float32 to the traffic, so with a small batch a program takes several blocks.
     blocks, side_by_side = -(-rows // block_rows), num_multiprocessors(x.device)

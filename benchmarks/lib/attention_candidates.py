@@ -74,7 +74,7 @@ SCORE_BYTES = {
     ("eager", True): (12, 14),
     ("sdpa-math", False): (12, 12),
     ("sdpa-math", True): (14, 16),
-    ("compiled", False): (4, 2),  # at the least: what the compiler fuses is its secret
+    ("compiled", False): (4, 2),  # a lower bound: what the compiler fuses is not known
     ("compiled", True): (8, 4),
 }
 

@@ -210,7 +210,7 @@ class Contest:
             entry = prepare()
             self.clock.settle(entry)
             self.entries[name] = entry
-        except Exception as error:  # a peer may raise anything, and the others still want to be measured
+        except Exception as error:  # a peer may raise anything; the others are still to be measured
             self.refusals[name] = refuse(name, error)
             gc.collect()
             torch.cuda.empty_cache()

@@ -148,6 +148,6 @@ class LayerClock:
         self.seconds += time.process_time() - self.begun
 
     def take(self) -> float:
-        """The seconds, which begin anew."""
+        """The seconds, which restart from zero."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds

@@ -43,7 +43,7 @@ class Blocks:
         return max(0, min(self.context, len(self.tokens) - 1 - block * self.context)) if block != NO_BLOCK else 0
 
     def batches(self, ranks: int, rows: int) -> int:
-        """Batches of `rows` blocks that each of so many ranks takes until all are scored."""
+        """Batches of `rows` blocks that each of `ranks` ranks takes until all are scored."""
         return ceil(self.count / (ranks * rows))
 
     def numbers(self, batch: int, rank: int, ranks: int, rows: int) -> list[int]:

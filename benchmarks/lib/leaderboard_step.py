@@ -58,7 +58,7 @@ class LeaderboardStep:
 
     def predict(self, hardware: Hardware) -> dict[str, Any]:
         """Matrix products at the measured peak (forward three times, and once more what is recomputed), and AdamW's
-        22 bytes a parameter at the measured bandwidth; element-wise work is left out. `flops` leave out recompute."""
+        22 bytes per parameter at the measured bandwidth; element-wise work is left out. `flops` leave out recompute."""
         config, context = self.config, self.config.context_length
         forward = least_forward_flops(config, self.batch, context)
         whole = sum(forward_flops(config, self.batch, context).values())

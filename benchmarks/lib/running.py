@@ -24,12 +24,12 @@ from cs336_systems.host.text import printable, regular, strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: a GPU is lent for a short time
-HOPELESS = 4.0  # a command on a CPU is stopped after so many times what it should take, and not before
+HOPELESS = 4.0  # a command on a CPU is stopped after this many times its expected time, and not before
 LEAST_MINUTES = 10.0  # this
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
 LEAST = 15.0  # seconds for which no benchmark is worth beginning
-PATIENCE = 5  # seconds a shape, of a benchmark with a budget
+PATIENCE = 5  # seconds per shape, of a benchmark with a budget
 GRACE = 10.0  # seconds that a command gets to end
 LAST_LINES = 15  # of the output of a benchmark that went wrong
 

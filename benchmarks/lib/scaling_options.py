@@ -53,7 +53,7 @@ class ScalingSettings(RankOptions):
     plot: Path | None = setting(None, "Picture to draw: .png, .svg, .pdf.")
 
     def batch(self, dp: int) -> int:
-        """Sequences in a step with so many replicas. Raises UserError if both kinds of scaling were asked for."""
+        """Sequences in a step with `replicas` replicas. Raises UserError if both kinds of scaling were asked for."""
         if self.global_batch_size and self.global_batch_per_dp:
             raise UserError(
                 f"--global-batch-size {self.global_batch_size} keeps the batch, --global-batch-per-dp "

@@ -174,8 +174,8 @@ class GradBucket:
                 parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
-        """If somebody has dropped a gradient that the buffer or the shard holds, forget it, as other ranks forget their
-        pieces of it, and return True."""
+        """If user code dropped a gradient that the buffer or the shard holds, forget it, as other ranks do with their
+        pieces, and return True."""
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)

@@ -37,7 +37,7 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
 
 
 def buffer_lines(module: nn.Module) -> list[str]:
-    """Name, shape and dtype of each buffer of a module, one a line, for the ranks to compare."""
+    """Name, shape and dtype of each buffer of a module, one per line, for the ranks to compare."""
     return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 
@@ -60,7 +60,7 @@ class Replicas:
         for place, group in enumerate(groups):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
             before, lines = self.noted.get((kind, place), (None, {}))
-            if options != before:  # seldom, since a thousand groups have ten thousand options
+            if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}
                 lines = {f"{kind}, group {place}, {key} = {each}": None for key, each in shown.items() if each}
                 writable = any(isinstance(value, Tensor | list) for value in options.values())

@@ -107,7 +107,7 @@ def _steps(module: ModuleType, group: Group, live: bool = False, idle: bool = Fa
 
 
 def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = False, counted: bool = False) -> None:
-    """Compare loss and gradient with torch's of all logits; `last`: targets of the last rank only; `counted`: traffic."""
+    """Compare loss and gradient with torch's of all logits; `last`: targets on the last rank only; `counted`: bytes."""
     tokens, local, world = 12, 32, group.size()
     logits = Part(scale * _random(tokens, local * world), group, 1)
     targets = torch.randint(local * world, (tokens,), generator=torch.Generator().manual_seed(1))

@@ -61,7 +61,7 @@ class System:
     memory: float  # bytes
     processors: int  # that share the tiles of a GEMM: streaming multiprocessors
     node: int  # accelerators that the faster network joins
-    inside: Link  # a node: seconds a message needs at least, bytes/s out of one accelerator
+    inside: Link  # a node: least seconds of a message, bytes/s out of one accelerator
     between: Link  # nodes, the same
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # of each figure
     touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
@@ -74,11 +74,11 @@ class System:
     reserve: float = 0.06  # share of its memory that context, communication library and fragmentation take
 
     def peak(self, number: int) -> float:
-        """FLOP/s of the data sheet for GEMMs on numbers of so many bytes."""
+        """FLOP/s of the data sheet for GEMMs on numbers of this many bytes."""
         return {1: self.narrow_flops, 2: self.matmul_flops, 4: self.wide_flops}[number]
 
     def rate(self, number: int) -> float:
-        """FLOP/s of large GEMMs on numbers of so many bytes."""
+        """FLOP/s of large GEMMs on numbers of this many bytes."""
         return self.peak(number) * (self.narrow_attainable if number == 1 else self.attainable)
 
     def check_fp8(self, fp8: bool) -> None:

@@ -41,7 +41,7 @@ def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> list[str]:
 
 
 def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> str:
-    """Ticks, or a sign for why there is none; and the number of what there is to say."""
+    """Ticks, or the sign of the reason why there are none, and the number of the cell's note."""
     cell = row.cells[name]
     signs = [_tick(report, row, node) for node in cell.tests] or [UNPROVEN if cell.is_defined else NONE]
     signs += [BITS] * cell.note.startswith(BITS)

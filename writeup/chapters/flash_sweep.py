@@ -16,11 +16,11 @@ FORWARD, BACKWARD = "forward", "backward"
 WIDTH = {"fp32": 4, "bf16": 2}
 QUADRATIC = ("eager", "sdpa-math")  # they keep the softmax for backward
 GRID = [(dim, seq) for dim in DIMS for seq in COURSE_SEQUENCES]  # of the course: 4 widths, 5 lengths
-GPU = "H100"  # whose memory the course's grid is held against
+GPU = "H100"  # with whose memory the course's grid is compared
 
 
 def kept_bytes(config: dict[str, Any]) -> int | None:
-    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and a number a query.
+    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and one number per query.
 
     None where the compiler decides, and for half precision with the softmax, which may be kept in two dtypes.
     """
