@@ -1,7 +1,7 @@
 """All measurements that the write-up needs from this machine, in one command that can be stopped and continued:
 `python -m benchmarks.all`.
 
-Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, of which commit, and
+Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, at which commit, and
 how long it took. On a GPU the edition for GPUs is measured, in eight minutes at most.
 """
 
@@ -76,7 +76,7 @@ def prepare_folders(settings: AllSettings, results: Path) -> None:
 
 
 def pack(target: Path, results: Path, logs: Iterable[Path]) -> None:
-    """Records and the logs of this run as one file, for machines that give few back."""
+    """Records and the logs of this run as one file, for machines from which few files can be copied."""
     with tarfile.open(target, "w:gz") as archive:
         if results.exists():
             archive.add(results, arcname=f"results/{results.name}")

@@ -40,7 +40,7 @@ PROBE_SECONDS = 0.3
 
 
 def plan(settings: ScalingSettings, here: Place) -> list[Layout]:
-    """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks.
+    """All layouts to measure, in every precision, checked to divide; under torchrun those with its number of ranks.
 
     Raises UserError for the first that cannot be, before anything starts.
     """

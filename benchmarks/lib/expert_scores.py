@@ -3,7 +3,7 @@
 Block i goes to rank i mod ranks. All ranks take equally many batches of one shape, since each must enter every
 all-to-all: what is missing at the end is padding, whose targets count for nothing. The score is the sum of the
 log-probabilities of all targets. Each block's is summed in float64 by the rank that has it, and all are added up in the
-order of the blocks, so that it does not matter who had which.
+order of the blocks, so that it does not matter which rank had which.
 """
 
 import json
@@ -200,7 +200,7 @@ class Scorer:
         return time.perf_counter()
 
     def line_up(self) -> None:
-        """Let the ranks start as one."""
+        """Synchronise the ranks, so that they start together."""
         all_reduce(torch.zeros(1, device=self.device), self.mesh.world, "line up").wait()
 
     def share(self, tally: Tally) -> Outcome:

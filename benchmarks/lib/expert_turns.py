@@ -48,7 +48,7 @@ class Candidate:
     sent: dict[str, Any] = field(default_factory=dict)
 
     def turn(self) -> None:
-        """Time some passes, which a small all-reduce lets all ranks start as one."""
+        """Time some passes, which all ranks start together after a small all-reduce."""
         all_reduce(torch.zeros(1), self.bench.group, "line up").wait()
         start = Lap.now()
         for _ in range(self.steps):

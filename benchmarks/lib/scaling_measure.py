@@ -49,7 +49,7 @@ def take_turn(place: Place, task: ScalingTask) -> Answer:
     """One rank's part of a turn; every rank returns the same.
 
     `losses` and `norms` are of the warm-up's steps, NaN and infinity as None. `samples_ms` are the timed steps, of the
-    rank that took longest, which a small all-reduce before each lets start as one. `timers_ms` are a step's mean by
+    rank that took longest; a small all-reduce before each lets all start together. `timers_ms` are a step's mean by
     name and rank, None where a rank has not used the timer. `memory_bytes` is each rank's peak, weights and optimizer
     included. Raises UserError for a run that cannot be made.
     """
@@ -162,7 +162,7 @@ class Launcher:
             import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
 
     def run(self, work: Work, task: ScalingTask, ranks: int) -> Answer:
-        """Raises UserError for a task that cannot be done, and for ranks that part."""
+        """Raises UserError for a task that cannot be done, and if communication fails."""
         here = self.here
         try:
             if here.world_size > 1:

@@ -47,7 +47,7 @@ def degrees(recipe: Recipe) -> str:
 
 @dataclass
 class Layout:
-    """A layout and a precision to measure, and what its turns have said so far. `recipe` has the degrees."""
+    """A layout and a precision to measure, and the results of its turns so far. `recipe` has the degrees."""
 
     recipe: Recipe
     ranks: int

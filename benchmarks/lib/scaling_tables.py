@@ -246,7 +246,7 @@ def show_records(records: Sequence[Record]) -> None:
 
 
 def scaling_tables(results: Path) -> list[str]:
-    """Markdown of every machine's records, and of the published study with what in it is not to be believed."""
+    """Markdown of every machine's records, and of the published study with its doubtful figures."""
     found = []
     for path in sorted(results.glob("*/scaling.jsonl")):
         for mine in tables_apart(read_records(path)):
@@ -257,5 +257,5 @@ def scaling_tables(results: Path) -> list[str]:
 
 
 def published() -> str:
-    """Markdown of the study that this one takes after."""
+    """Markdown of the published study that this benchmark follows."""
     return markdown(read_runs([PUBLISHED]), level=3)

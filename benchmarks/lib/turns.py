@@ -54,7 +54,7 @@ class Arena:
 
     def build(self, name: str, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Trained:
         """A fresh copy of the model under one candidate."""
-        gc.collect()  # what the last one left in cycles would hold its hooks and memory
+        gc.collect()  # reference cycles of the last candidate would hold its hooks and memory
         return self.candidates[name](copy.deepcopy(self.base), cls, options or ADAMW)
 
     def forward_backward(self, trained: Trained) -> None:
@@ -63,13 +63,13 @@ class Arena:
         trained.finish()
 
     def now(self) -> float:
-        """Seconds, once the device has done what it was told."""
+        """Seconds, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def line_up(self) -> None:
-        """Let the ranks start as one."""
+        """Synchronise the ranks, so that they start together."""
         all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
 
     def step(self, trained: Trained) -> None:
