@@ -31,7 +31,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 ITEM = torch.float32.itemsize
 WORKSPACE = 2  # bytes that a rank needs for each byte reduced: the tensor, and at most as much for the collective
 SMALL_BYTES = 4096  # of an all-reduce that takes its latency; of one element most ranks would have no part to send
-PROBE_BYTES = 8_000_000  # what each rank sends to measure the links: larger than the caches, but sent quickly
+PROBE_BYTES = 8_000_000  # sent by each rank to measure the links: larger than the caches, but sent quickly
 
 
 Advance = Callable[[str], None]

@@ -76,7 +76,7 @@ def plan(settings: LongContextSettings) -> list[Layout]:
             recipe = settings.recipe(seq, cp, kind)
             config = recipe.model_config()
             if kind == "ulysses" and config.num_heads % cp:
-                continue  # for which the model has too few heads
+                continue  # the model has too few heads
             recipe.check(config, cp)
             layouts.append(Layout(recipe, cp, config))
     return layouts

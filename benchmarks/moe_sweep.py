@@ -178,7 +178,7 @@ def run(settings: MoESweepSettings) -> None:
                 measure(settings, here, path)
             except CommError as error:
                 raise UserError(str(error)) from None
-            finally:  # what was measured until an error is shown, too
+            finally:  # also after an error: show what was measured
                 if here.rank == 0 and (records := every_record(path)[before:]):
                     show(sweep(records), records)
         if here.rank > 0:

@@ -158,7 +158,7 @@ def measure(settings: ScalingSettings) -> None:
     if settings.plot:
         check_path(settings.plot, "--plot")
     layouts = plan(settings, here)
-    if settings.smoke:  # what cannot be measured cannot be tried either
+    if settings.smoke:  # after the plan: a smoke run refuses the same layouts
         settings = settings.shortened(here.world_size == 1)
         layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)

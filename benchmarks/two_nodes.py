@@ -30,7 +30,7 @@ from cs336_systems.host.text import printable
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # by package
 DEVICE, ADDRESS, PORT = "wire", "10.0.0.{}", 29500  # seen by nobody outside of the namespaces
-BURST = "256kb"  # what may pass at once: more than the 64 KiB packets that Linux makes, 2 ms of a gigabit
+BURST = "256kb"  # bytes that may pass at once: more than the 64 KiB packets that Linux makes, 2 ms of a gigabit
 GRACE = 10.0  # seconds that one node gets to say what it misses after the other has failed
 
 
@@ -181,7 +181,7 @@ def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
                 failed = finish(processes)
             finally:
                 stop(processes)
-        if failed == 1:  # what node 0 has to say of it is only that node 1 is gone
+        if failed == 1:  # node 0's output says only that node 1 is gone
             said = printable(log.read_text(errors="replace"), keep="\n\t")
             print(f"node 1 failed first:\n{said}", file=sys.stderr)
     return 0 if failed is None else processes[failed].returncode

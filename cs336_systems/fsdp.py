@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
-from torch._compile import _disable_dynamo as uncompiled  # which imports the compiler only when it is called
+from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
@@ -182,7 +182,7 @@ class FSDP(Wrapper):
             for weight in self.sharded:
                 weight.promise_gradient()
 
-    def _before_own_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:  # that of a penalty on shards
+    def _before_own_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:  # of a penalty on shards
         self._before_any_gradient(weight.shard)
         weight.take_back_promise()
 

@@ -36,7 +36,7 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
     if spread.chunks > 1 and spread.pp == 1:
         other = "another schedule than zbv" if spread.schedule in TURNING else "chunks to 1"
         raise UserError(f"{spread.chunks} chunks are of no use on one stage: set {other}, or pp above 1")
-    bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit
+    bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # checks schedule and microbatches
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state()
             for part in self.parts.values():
                 part.tensor.grad = None
-        self._copy_settings(self.inner.param_groups)  # which some optimizers change themselves
+        self._copy_settings(self.inner.param_groups)  # some optimizers change their own settings
         for buffer in self.buffers:
             buffer.all_gather()
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step

@@ -136,7 +136,7 @@ def launch(
             names = f"{expected}, in this order, not {list(constants)}"
             raise TypeError(f"{kernel.fn.__name__} takes the constants {names}")
         compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # which unloads if freed
+        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # unloads if freed
         return
     run, function, metadata, _ = compiled
     stream = triton.runtime.driver.active.get_current_stream(device.index)

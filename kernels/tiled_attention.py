@@ -56,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
         weighted = widen(output[..., query_tile, :])  # zero
         for key_tile in tiles(k.shape[-2], KEY_TILE):
             if is_causal and key_tile.start >= query_tile.stop:
-                continue  # which no query of this tile sees
+                continue  # no query of this tile sees these keys
             s = scores(q, k, query_tile, key_tile, is_causal)
             larger = torch.maximum(maximum, s.amax(dim=-1))
             weights = (s - larger.unsqueeze(-1)).exp()

@@ -64,7 +64,7 @@ class Table:
         return {commit: f"^{chr(ord('a') + place)}^" for place, commit in enumerate(found)} if len(found) > 1 else {}
 
     def _doubts(self) -> list[str]:
-        """Where it is said why figures of others are marked."""
+        """Reference to the reasons why figures of others are marked."""
         marked = any(DOUBTFUL in cell for row in self.rows for cell in row)
         ours = any(self.book.suspicions(record) for record in self.records)
         if not marked or ours:

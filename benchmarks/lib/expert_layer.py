@@ -26,7 +26,7 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
-DEVICE = torch.device("cpu")  # whose time is asked for
+DEVICE = torch.device("cpu")  # CPU time is measured
 ITEM = torch.float32.itemsize
 # Operators of a sorted layer, forward and backward: router, sort, gather, experts and the way back. A test counts them.
 EXPERT_LAUNCHES = (63, 41)

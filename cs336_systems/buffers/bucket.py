@@ -132,8 +132,8 @@ class GradBucket:
         return gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
 
     def _leave_if_held(self, parameter: nn.Parameter) -> None:
-        """If user code still holds a gradient that lies in the buffer, leave the buffer to it and continue with a copy,
-        before another gradient is written in its place."""
+        """Leave the buffer to user code that still holds a gradient in it, and continue with a copy, before another
+        gradient is written in its place."""
         if self.flat is None or parameter not in self.lies_here or self._contains(parameter.grad):
             return
         self.lies_here = {p for p in self.parameters if self._contains(p.grad)}
@@ -174,8 +174,8 @@ class GradBucket:
                 parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
-        """If user code dropped a gradient that the buffer or the shard holds, forget it, as other ranks do with their
-        pieces, and return True."""
+        """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
+        returns True if there was one."""
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)

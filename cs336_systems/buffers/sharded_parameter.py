@@ -50,7 +50,7 @@ class WeightProxy(dict[str, nn.Parameter | None]):
 def put(place: Place, parameter: Any) -> None:
     """Let a layer see a parameter in its place, and a recurrent one in the list that it computes from."""
     layer, name = place
-    layer._parameters.update({name: parameter})  # which a proxy does not see
+    layer._parameters.update({name: parameter})  # a proxy does not see it
     if name in (names := layer.__dict__.get("_flat_weights_names", ())):
         layer._flat_weights[names.index(name)] = parameter  # type: ignore[operator]
 

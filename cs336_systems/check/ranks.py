@@ -54,7 +54,7 @@ def clean_torch() -> Iterator[None]:
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
     """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others."""
-    import_module("torch._dynamo")  # which optimizers load: once here, not in every rank
+    import_module("torch._dynamo")  # optimizers load it: once here, not in every rank
     found: list[tuple[Case, list[Notes]]] = []
     rest = list(cases)
     while rest:
