@@ -193,7 +193,7 @@ class Evidence:
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
 
     def _elsewhere(self, key: Key, rank: int, got: Tensor, limit: float) -> str:
-        """Place at which a tensor's elements are a slice of the means, or of the rank's own, in the order of backward."""
+        """Place where a tensor's elements are a slice of the means, or of the rank's own, in the order of backward."""
         tensors = self.want[rank].tensors
         names = [name for name in reversed(self.order) if (key[0], "gradient", name) in tensors]
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):

@@ -214,7 +214,7 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
 
 
 def _typed(case: Case, weights: Weights) -> Case:
-    """A case whose rows are P, and whose weights are V where ranks have other seeds, else R."""
+    """A case whose rows are P, and whose weights are V where ranks have different seeds, else R."""
 
     def prepare(module: Any, rank: int) -> None:
         case.prepare(module, rank)
