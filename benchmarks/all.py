@@ -1,7 +1,7 @@
 """All measurements that the write-up needs from this machine, in one command that can be stopped and continued:
 `python -m benchmarks.all`.
 
-Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, of which commit, and
+Each benchmark writes its records as it goes. `commands.json` beside the records says what was run, at which commit, and
 how long it took. On a GPU the edition for GPUs is measured, in eight minutes at most.
 """
 

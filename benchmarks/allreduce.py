@@ -36,7 +36,7 @@ COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
     *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
     *(("cuda", "gloo"), ("cuda", "nccl")),
 )
-OPTIONAL = ("shm", "mpi")  # not missed where they cannot run, unless they were asked for
+OPTIONAL = ("shm", "mpi")  # left out where they cannot run, unless they were asked for
 RANKS = (2, 4, 6)
 
 

@@ -31,7 +31,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 ITEM = torch.float32.itemsize
 WORKSPACE = 2  # bytes that a rank needs for each byte reduced: the tensor, and at most as much for the collective
 SMALL_BYTES = 4096  # of an all-reduce that takes its latency; of one element most ranks would have no part to send
-PROBE_BYTES = 8_000_000  # what each rank sends to learn how fast the links are: past the caches, yet soon sent
+PROBE_BYTES = 8_000_000  # sent by each rank to measure the links: larger than the caches, but sent quickly
 
 
 Advance = Callable[[str], None]
@@ -112,7 +112,7 @@ def probe(group: Group, device: torch.device, backend: str) -> Link:
     token, numel = torch.zeros(SMALL_BYTES // ITEM, device=device), PROBE_BYTES // ITEM
     outbox = shared_empty(numel, torch.float32, device, group).fill_(1)
     shift = make_shift(outbox, torch.empty(numel, device=device), group, backend)
-    # What takes long comes first: ranks that begin on one core are moved apart meanwhile.
+    # The long transfers come first: meanwhile the system separates ranks that began on one core.
     large = time_ranks(shift, group, device, warmup=2, steps=5)
     small = time_ranks(lambda: all_reduce(token, group, "probe").wait(), group, device, warmup=5, steps=20)
     return link_of(small, large)

@@ -18,7 +18,7 @@ Sample = TypeVar("Sample")
 
 NOISY = 0.05  # standard deviation over mean from which a measurement is flagged
 SLACK = 1.05  # a figure may pass a measured ceiling by this much: the ceiling is a measurement, too
-CACHED_BYTES = 2**28  # what moves less than this may never have left a cache
+CACHED_BYTES = 2**28  # fewer bytes may never have left a cache
 
 
 class Timer:

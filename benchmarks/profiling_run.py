@@ -71,7 +71,7 @@ class ProfilingSettings(ModelOptions):
     out: Path | None = setting(None, "Folder for the output.  [default: runs/profile/<size>-<wrapper>]")
 
     def chosen(self, ranks: int) -> str:
-        """The wrapper. Raises UserError for ranks that nothing would join, or for what cannot be combined."""
+        """The wrapper. Raises UserError for several ranks without a wrapper, and for what cannot be combined."""
         wrapper = self.wrapper or ("bucketed" if ranks > 1 else "none")
         if wrapper == "none" and ranks > 1:
             raise UserError(f"--wrapper none joins no ranks, and there are {ranks}: choose another, or start one rank")

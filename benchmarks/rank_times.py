@@ -41,7 +41,7 @@ def time_ranks(
 ) -> Tensor:
     """Let all ranks do `run` together, warmup + steps times: milliseconds of those that count (rank sample).
 
-    A small all-reduce before each, untimed, lets the ranks start as one; what they all waited for is then
+    A small all-reduce before each, untimed, lets the ranks start together; the time until the last is done is then
     `times.amax(dim=0)`.
     """
     done = measure({"run": run}, device, warmup, steps, before=partial(line_up, group, device), advance=advance)

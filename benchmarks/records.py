@@ -57,7 +57,7 @@ def results_folder(chosen: Path | None, machine: str | None, device: torch.devic
 
 
 def open_records(folder: Path, benchmark: str) -> Path:
-    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain. Says if the machine is
+    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured. Says if the machine is
     too busy. Raises UserError where it cannot be written.
     """
     say_once()
@@ -94,7 +94,7 @@ def require_written(path: Path) -> None:
 
 
 def appended(count: int, path: Path) -> str:
-    """Line to print about so many new records. Raises UserError if some could not be written."""
+    """Line to print about `count` new records. Raises UserError if some could not be written."""
     require_written(path)
     return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
 
@@ -150,5 +150,5 @@ def _record(fields: Any) -> Record:
     if not all(type(each) in (int, float) for each in record.samples_ms):
         raise TypeError("its samples_ms are not all numbers")
     if "device" not in record.environment:
-        raise KeyError("device")  # without it nobody can say what a figure is of
+        raise KeyError("device")  # without it a figure cannot be attributed
     return record

@@ -78,7 +78,7 @@ def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> lis
 
 def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ring") -> TransformerLM:
     """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. Its inputs must come from
-    `split_sequence`: it would take a whole row for a part of a longer one. Losses are of this rank's targets, and the
+    `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets, and the
     gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
     UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
     if group.size() == 1:

@@ -4,9 +4,9 @@ Four wrappers differ in two choices only, how gradients are grouped and when a g
 one-parameter layers (g: gradient ready, R: its group is reduced, |: backward ends):
 
                      after backward                          as soon as ready
-    one a group      NaiveDDP                                OverlappedDDP
+    one per group    NaiveDDP                                OverlappedDDP
                      g7 g6 g5 g4 g3 g2 g1 g0 | R R R ...     g7 R g6 R g5 R g4 R g3 R g2 R g1 R g0 R |
-    more a group     FlatDDP: all in one                     BucketedDDP: up to a size
+    more per group   FlatDDP: all in one                     BucketedDDP: up to a size
                      g7 g6 g5 g4 g3 g2 g1 g0 | R             g7 g6 R g5 g4 R g3 g2 R g1 g0 R |
 
 With P bytes of gradients, n groups, a bandwidth w and an overhead o of each collective, the reductions take P/w + n o;
@@ -131,7 +131,7 @@ class DataParallel(Wrapper):
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget gradients under way or sharded. After an interrupted backward every rank must call it."""
-        if self.guard.arrived:  # another rank may have got further and wait for these
+        if self.guard.arrived:  # another rank may have launched these already, and wait
             self._launch()
         for bucket in self.buckets:
             bucket.reset(set_to_none)

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Something the user can put right: what is wrong, with the numbers, and what to do, in one line.
+    """A mistake that the user can correct: what is wrong, with the numbers, and what to do, in one line.
 
-    Anything else that is raised is a defect of ours and keeps its traceback.
+    Any other exception is a defect of this library and keeps its traceback.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
-from torch._compile import _disable_dynamo as uncompiled  # which imports the compiler only when it is called
+from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
@@ -44,7 +44,7 @@ class FSDP(Wrapper):
     dtype, and layers with replicated parameters only (norms) get inputs in it. Gradients of sharded weights are reduced
     in `reduce_dtype` (default: the module's).
     A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass. With
-    `reshard_after_forward=False` all stay whole from forward to backward: one gather less, but memory for all weights.
+    `reshard_after_forward=False` all stay whole from forward to backward: one gather fewer, but memory for all weights.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
@@ -182,7 +182,7 @@ class FSDP(Wrapper):
             for weight in self.sharded:
                 weight.promise_gradient()
 
-    def _before_own_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:  # that of a penalty on shards
+    def _before_own_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:  # of a penalty on shards
         self._before_any_gradient(weight.shard)
         weight.take_back_promise()
 
@@ -234,7 +234,7 @@ class FSDP(Wrapper):
         if not self.guard.synchronised:
             self._end_backward()
         for weight in self.sharded:
-            weight.promised = False  # whatever has become of its stand-in
+            weight.promised = False  # even if its stand-in was dropped or replaced
             weight.take_back_promise()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()

@@ -14,7 +14,7 @@ from cs336_systems.presets import ContextType, ModelConfig
 from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction
 
 TIED = "embedding.tokens.weight"
-# Size in bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
+# Bytes from which glibc's malloc maps each block separately (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
 MAPPED = 2**25
 
 
@@ -36,7 +36,7 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
     if spread.chunks > 1 and spread.pp == 1:
         other = "another schedule than zbv" if spread.schedule in TURNING else "chunks to 1"
         raise UserError(f"{spread.chunks} chunks are of no use on one stage: set {other}, or pp above 1")
-    bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit
+    bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # checks schedule and microbatches
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layout:
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
     ep: int = 1  # ranks over which the experts are split; dp and ep together are the ranks that see different rows
     cp: int = 1  # context parallelism: ranks that a sequence is split over, from the embedding to the loss
-    cp_type: ContextType = "ring"  # way in which queries meet the keys of other ranks, see context_parallel.py
+    cp_type: ContextType = "ring"  # method by which queries reach the keys of other ranks, see context_parallel.py
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "ep", "cp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"
@@ -107,7 +107,7 @@ class Layout:
 
 
 def check_experts(config: ModelConfig, ranks: int) -> None:
-    """Raises UserError if the model's experts cannot be split over so many ranks."""
+    """Raises UserError if the model's experts cannot be split over this number of ranks."""
     if ranks > 1 and not config.num_experts:
         raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
     if (count := config.num_experts) % ranks:
@@ -115,7 +115,7 @@ def check_experts(config: ModelConfig, ranks: int) -> None:
 
 
 def check_context(config: ModelConfig, ranks: int, kind: ContextType, tp: int = 1) -> None:
-    """Raises UserError, with the numbers, for a model whose sequences cannot be split over so many ranks."""
+    """Raises UserError, with the numbers, for a model whose sequences cannot be split over this many ranks."""
     if ranks > 1 and not config.causal:
         raise UserError(f"cp {ranks} splits the sequence of a decoder, and this model is an encoder: leave --cp out")
     if ranks > 1 and kind == "ulysses" and config.num_heads % (tp * ranks):
@@ -126,7 +126,7 @@ def check_context(config: ModelConfig, ranks: int, kind: ContextType, tp: int = 
 def check_divides(
     config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None, fewer: bool = False
 ) -> None:
-    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks. With
+    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over this many ranks. With
     `fewer` there may be fewer key/value heads than ranks, and several ranks hold the same one."""
     sizes = {"heads": config.num_heads, "of d_ff": config.d_ff, "key/value heads": 0 if fewer else config.kv_heads}
     for name, size in (sizes | ({"of the experts' d_ff": config.expert_d_ff} if config.num_experts else {})).items():
@@ -159,7 +159,7 @@ class Transfer(NamedTuple):
 
 class Work(NamedTuple):
     """Computation of one phase: FLOPs of matrix products; number of operators; bytes that other operators than products
-    read and write; bytes of new storages that are so large that the allocator maps each anew."""
+    read and write; bytes of new storages that are so large that the allocator maps each separately."""
 
     flops: int = 0
     operators: int = 0

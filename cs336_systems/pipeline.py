@@ -97,7 +97,7 @@ class Pipeline:
             raise UserError(f"schedule {self.name} does not go with a stage that has turn={stage.turn}")
         execution = _Execution(self, microbatches, loss, keys, lists)
         actions = [each for each in lists[stage.stage] if loss is not None or each.kind == "forward"]
-        moving = [each for each in actions if each.kind != "weights"]  # which receive or send
+        moving = [each for each in actions if each.kind != "weights"]  # those that receive or send
         around = dict(zip(moving, zip([None, *moving], [*moving[1:], None], strict=False), strict=True))
         # With chunks, and where backward is split, gradients end at several actions, so none may be reduced early.
         final = actions[-1] if stage.chunks == 1 and len(moving) == len(actions) else None
@@ -148,7 +148,7 @@ class _Execution:
         with self.pipeline.timer(f"{sends}{action.kind}-recv"):
             work.wait()
         done, sent, self.sent = self.lists[stage].index(awaited), self.sent, []
-        for to, place, message in sent:  # that stage has consumed those for actions before the one that it sent
+        for to, place, message in sent:  # messages for that stage's earlier actions have arrived
             if to == stage and place < done:
                 message.wait()
             else:

@@ -47,7 +47,7 @@ class Mixture:
     capacity_factor: float = 0.0  # in training an expert takes factor x ceil(tokens / experts) rows; 0: all (dropless)
     eval_fraction: float = 0.0  # in evaluation it takes ceil(fraction x tokens) rows; 0: as in training
     mask_padding: bool = False  # padded tokens are sent to no expert
-    prioritized: bool = False  # the surest tokens get slots first, not the first ones (arXiv:2106.05974, section 4)
+    prioritized: bool = False  # tokens of the highest probability get slots first (arXiv:2106.05974, section 4)
     aux_weight: float = 0.01  # weight of each layer's balancing loss
     aux_scope: AuxScope = "local"  # balance within a rank's microbatch, or over those of all ranks
     shared_expert: bool = False  # add an expert of the dense width, through which every token passes
@@ -71,7 +71,7 @@ class Mixture:
         """Number of slots of an expert for a group of tokens: rounded up in evaluation and down in training, at least
         one and at most `tokens`; None for as many as are needed. As in fairseq, the group is all tokens that one rank
         routes in one call, and `experts` counts those of all ranks."""
-        # First undo rounding errors of floats: in these 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
+        # First undo rounding errors: as floats, 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
         if not training and self.eval_fraction:
             return min(tokens, max(1, ceil(round(self.eval_fraction * tokens, 6))))
         if not self.capacity_factor:

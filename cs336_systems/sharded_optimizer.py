@@ -1,14 +1,14 @@
 """ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, updates this share and sends it
 to the others.
 
-The state (8 bytes a parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N per rank.
+The state (8 bytes per parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N per rank.
 Each step needs one all-gather of the parameters (Rajbhandari et al., arXiv:1910.02054, section 5.1).
 
 Parameters live in one flat buffer, and the two layouts differ only in where it is cut into the ranks' shares:
 
     flat     into equal slices, also inside a parameter: balanced, one all-gather; for element-wise optimizers only
     whole    between parameters, which are dealt to the ranks from the largest on: for any optimizer; as balanced as
-             the sizes allow; one broadcast a rank, or one all-gather if slices are equal
+             the sizes allow; one broadcast per rank, or one all-gather if slices are equal
 """
 
 import math
@@ -29,12 +29,12 @@ from cs336_systems.optim.elementwise import require_elementwise
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Runs any optimizer class with its parameters shared out over the ranks of a group.
+    """Runs any optimizer class with its parameters divided over the ranks of a group.
 
     Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. With
     `wrapper`, a data-parallel wrapper whose gradients are sharded, it takes gradients from there (stage 2). Parameters
     are moved into a flat buffer (each stays the same object), so move or cast the module before. The state has the
-    unsharded optimizer's format and loads at any number of ranks. Raises UserError for one that cannot be sharded.
+    unsharded optimizer's format and loads at any number of ranks. Raises UserError if the class cannot be sharded.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state()
             for part in self.parts.values():
                 part.tensor.grad = None
-        self._copy_settings(self.inner.param_groups)  # which some optimizers change themselves
+        self._copy_settings(self.inner.param_groups)  # some optimizers change their own settings
         for buffer in self.buffers:
             buffer.all_gather()
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
@@ -198,6 +198,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
-        """Numbers of the model's parameters in the unsharded optimizer's state."""
+        """Indices of the model's parameters in the unsharded optimizer's state."""
         ordered = chain.from_iterable(group["params"] for group in self.param_groups)
         return {parameter: number for number, parameter in enumerate(ordered)}

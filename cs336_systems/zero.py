@@ -1,6 +1,6 @@
 """ZeRO is a table of placements: each of parameters, gradients and optimizer state is replicated or sharded.
 
-    stage   parameters   gradients    optimizer    moves each step                         fp32 AdamW, bytes a parameter
+    stage   parameters   gradients    optimizer    moves each step                         fp32 AdamW, bytes/parameter
     0       replicated   replicated   replicated   all-reduce                              4 + 4 + 8
     1       replicated   replicated   sharded      all-reduce, all-gather                  4 + 4 + 8/N
     2       replicated   sharded      sharded      reduce-scatter, all-gather              4 + (4 + 8)/N
@@ -26,7 +26,7 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.optim.elementwise import require_elementwise
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
-# The data-parallel wrappers by name, for whatever treats them alike: tests, observed traffic, benchmarks, the profiler.
+# The data-parallel wrappers by name, for tests, observed traffic, benchmarks and the profiler.
 WRAPPERS: dict[str, Callable[..., DataParallel]] = {
     "naive": NaiveDDP,
     "flat": FlatDDP,

@@ -1,1 +1,1 @@
-"""The maths of the model's hot spots, importable without Triton and without a GPU."""
+"""Kernels for the operators that take most of the model's time; importable without Triton and without a GPU."""

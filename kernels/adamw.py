@@ -6,8 +6,8 @@
 
 A pass over memory for every operation and a launch for every parameter would be slow. So the kernel is given
 tables of addresses instead of tensors: a program looks up which chunk of which parameter is its own. Parameters and
-gradients may be of half precision, the moments m and v are float32: b2 v + (1 - b2) g^2 with b2 = 0.999 changes v by
-less than bfloat16 can tell apart, so that v would stand still.
+gradients may be in half precision, the moments m and v are float32: b2 v + (1 - b2) g^2 with b2 = 0.999 changes v by
+less than the distance between two bfloat16 numbers, so that v would not change.
 """
 
 import math
@@ -22,8 +22,8 @@ from torch import Tensor
 from kernels.checks import AdamWBase
 from kernels.launch import jit, launch, runs_triton, tl
 
-BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
-CHUNK = 8 * BLOCK  # elements of a program, so that what it looks up is little beside what it updates
+BLOCK = 1024  # elements that a program holds at once: 8 per thread, two loads of 128 bits of each float32 tensor
+CHUNK = 8 * BLOCK  # elements of a program: many, so that reading the tables takes little of its time
 NUM_WARPS = 4
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of m and v
 
@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of m and v
 def update_block(param_ptr, grad_ptr, mean_ptr, square_ptr, settings, inside):
     """The equations above for one block of addresses; without a mask, all of them lie inside."""
     sign, beta1, rest1, beta2, rest2, shrink, step_size, root_bias, eps = settings
-    # All are asked for before the first store, behind which the compiler cannot move a load.
+    # All loads come before the first store: the compiler cannot move a load from behind it.
     param = tl.load(param_ptr, mask=inside).to(tl.float32)
     grad = tl.load(grad_ptr, mask=inside).to(tl.float32) * sign
     mean = tl.load(mean_ptr, mask=inside) * beta1 + grad * rest1
@@ -58,7 +58,7 @@ def adamw_kernel(
     grad_ptr = tl.load(grads_ptr + tensor).to(tl.pointer_type(GRAD)) + start
     mean_ptr = tl.load(place + 1).to(tl.pointer_type(tl.float32)) + start
     square_ptr = tl.load(place + 2).to(tl.pointer_type(tl.float32)) + start
-    if ALIGNED:  # of an address that comes out of a table the compiler knows nothing
+    if ALIGNED:  # the compiler cannot know the alignment of an address from a table
         param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
         mean_ptr, square_ptr = tl.multiple_of(mean_ptr, 16), tl.multiple_of(square_ptr, 16)
     size = tl.minimum(tl.load(place + 3) - start, CHUNK).to(tl.int32)
@@ -67,7 +67,7 @@ def adamw_kernel(
         tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4),
         tl.load(row + 5), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8),
     )  # fmt: skip
-    # Whole blocks go without a mask, since loads and stores are 128 bits wide only if no element may be left out.
+    # Whole blocks have no mask: loads and stores are 128 bits wide only if no element can be left out.
     for block in range(0, size // BLOCK):
         at = block * BLOCK + tl.arange(0, BLOCK)
         update_block(param_ptr + at, grad_ptr + at, mean_ptr + at, square_ptr + at, settings, None)
@@ -106,7 +106,7 @@ class Kind(NamedTuple):
 
 class Tables:
     """Tables of the launches of one kind, on the device. Each is sent only when it has changed: the addresses of
-    parameters and moments never do, those of gradients seldom."""
+    parameters and moments never do, those of gradients rarely."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -195,7 +195,7 @@ class FusedAdamW(AdamWBase):
 
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
-        fused, alive = [], []  # of gradients the kernel knows no more than an address
+        fused, alive = [], []  # alive: gradients, of which the kernel has addresses only
         row_of: dict[tuple[int, int], int] = {}  # by group and step, since parameters may have been left out of some
         for param, group in used:
             state, grad = advance(param, self.state[param]), param.grad

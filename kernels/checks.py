@@ -24,7 +24,7 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_device(**tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors live on one device: a kernel would read foreign memory."""
+    """Raises ValueError unless all tensors are on one device: a kernel would read invalid addresses."""
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.device != first.device:

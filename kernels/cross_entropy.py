@@ -2,10 +2,10 @@
 
     z = hidden weight^T,    loss = mean over kept tokens of log sum_j exp(z_j) - z_target
 
-With a vocabulary of 128,256 the logits of 16,384 tokens are 4 GB in bfloat16, thrice that with softmax and gradient.
-Here a chunk of tokens makes its logits, one kernel replaces them by their gradient in place, and two matrix products
-turn that into the gradients of hidden and weight, for dL/dloss = 1, which backward merely scales. The floor of n tokens
-is three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers read and written.
+With a vocabulary of 128,256 the logits of 16,384 tokens are 4 GB in bfloat16; with softmax and gradient it is 12 GB.
+Here the logits of one chunk of tokens are computed, one kernel replaces them by their gradient in place, and two matrix
+products turn that into the gradients of hidden and weight, for dL/dloss = 1; backward scales them. For n tokens the
+lower bound is three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers read and written.
 """
 
 from contextlib import nullcontext
@@ -27,8 +27,8 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """One program takes one token: its loss, and with NEED_GRAD dL/dz_j = softmax(z)_j - [j = target] in place of z_j.
     The sum of exponentials, s, is kept relative to the largest logit so far, m, and rescaled when m grows (Milakov and
-    Gimelshein, arXiv:1805.02867, algorithm 3): log sum_j exp(z_j) = m + log s. The second pass runs backwards, to find
-    in the cache what the first one read last."""
+    Gimelshein, arXiv:1805.02867, algorithm 3): log sum_j exp(z_j) = m + log s. The second pass reads backwards, so that
+    it begins with what is still in the cache."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     at = row * STRIDE
@@ -41,8 +41,8 @@ def cross_entropy_kernel(
     else:
         is_word = (target >= 0) & (target < VOCAB)
         picked = tl.load(logits_ptr + at + target, mask=is_word, other=0.0).to(tl.float32)
-        missing = tl.where(is_word, 0.0, float("nan"))  # says so where the host cannot look without waiting
-        lowest = -3.4028234663852886e38  # the first m is finite, because -inf - -inf would not be a number
+        missing = tl.where(is_word, 0.0, float("nan"))  # reports a bad target without a wait of the host
+        lowest = -3.4028234663852886e38  # the first m is finite, because -inf - -inf is NaN
         largest = tl.full((BLOCK // 8,), lowest, dtype=tl.float32)
         total = tl.zeros((BLOCK // 8,), dtype=tl.float32)
         # 8 neighbours, which one thread holds, share an m and an s: threads wait for each other only at the end.
@@ -68,7 +68,7 @@ def cross_entropy_kernel(
 
 @jit
 def scale_kernel(x_ptr, factor_ptr, y_ptr, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """y = factor x for a factor that only the GPU knows, rounded to y's dtype."""
+    """y = factor x, rounded to y's dtype, for a factor in the GPU's memory."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.cast(units, tl.int64) * UNIT
     x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -86,8 +86,8 @@ def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index:
     """Losses (tokens) of logits (tokens vocab), which with need_grad become their gradients. Their rows are padded."""
     tokens, vocab = logits.shape
     stride = logits.stride(0)
-    # 32 bytes a thread. From 64 Ki logits on a row takes a whole multiprocessor: the fewer rows are under way, the more
-    # of each is still in the cache for the second pass.
+    # 32 bytes per thread. From 64 Ki logits on a row takes a whole multiprocessor: with fewer rows under way, more of
+    # each is still in the cache for the second pass.
     num_warps = max(4, min(32, ceil_power_of_2(stride) // 2048))
     block = num_warps * 1024 // logits.element_size()
     constants = {"VOCAB": vocab, "STRIDE": stride, "NEED_GRAD": need_grad, "BLOCK": block, "STAGES": 3}
@@ -132,7 +132,7 @@ def _forward_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
-    if targets.device.type == "cpu":  # to look at a GPU's would be to wait for it
+    if targets.device.type == "cpu":  # reading a GPU's targets would wait for it
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))]
         if wrong.numel():
             inside = f"[0, {len(weight)})"

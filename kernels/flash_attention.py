@@ -2,12 +2,12 @@
 
     O = softmax(Q K^T / sqrt(dim)) V,   L_i = log sum_j exp(S_ij)
 
-A tile of scores lives in the registers between two products of matrices. `tiled_attention.py` explains the algorithm in
-plain torch and is to be read first; backward's kernels are in `flash_attention_backward.py`.
+A tile of scores stays in registers between two matrix products. Read `tiled_attention.py` first: it explains the
+algorithm in plain torch. The kernels of backward are in `flash_attention_backward.py`.
 
-A kernel's loop is compiled twice: for tiles that are seen as a whole, and with masks for those that the diagonal or the
-sequence's end cuts through. Tiles beyond the diagonal are never read. exp(S / sqrt(dim)) is computed as exp2(S scale)
-with scale = log2(e) / sqrt(dim), for the hardware's exponential is exp2.
+A kernel's loop is compiled twice: for tiles without a mask, and with one for tiles that the diagonal or the sequence's
+end cuts through. Tiles beyond the diagonal are never read. exp(S / sqrt(dim)) is computed as exp2(S scale) with
+scale = log2(e) / sqrt(dim), because the hardware's exponential is exp2.
 """
 
 from typing import Any
@@ -37,14 +37,14 @@ def forward_kernel(
     tiles = tl.cdiv(queries, BLOCK_QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    # The last queries see the most keys; started first, they do not keep the device waiting at the end.
+    # The last queries see the most keys. Started first, they do not prolong the end.
     first_query = (tiles - 1 - tile if IS_CAUSAL else tile) * BLOCK_QUERIES
     query, key, column = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_DIM)
     inside = (first_query + query < queries)[:, None] & (column < DIM)[None, :]
     at_queries, at_keys = query[:, None] * DIM + column[None, :], key[:, None] * DIM + column[None, :]
     row = batch * queries + first_query
     q = tl.load(q_ptr + row * DIM + at_queries, mask=inside, other=0.0)
-    maximum = tl.full((BLOCK_QUERIES,), -3.4028234663852886e38, dtype=tl.float32)  # finite: -inf - -inf is no number
+    maximum = tl.full((BLOCK_QUERIES,), -3.4028234663852886e38, dtype=tl.float32)  # finite: -inf - -inf is NaN
     total = tl.zeros((BLOCK_QUERIES,), dtype=tl.float32)
     o = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), dtype=tl.float32)
     # A query sees keys up to its `last`; all of this tile see the keys before `whole`, none sees keys from `seen` on.
@@ -62,7 +62,7 @@ def forward_kernel(
             if masked:
                 scores = tl.where(first_key + key[None, :] <= last[:, None], scores, float("-inf"))
             larger = tl.maximum(maximum, tl.max(scores, axis=1))
-            weights = tl.exp2((scores - larger[:, None]) * scale)  # of large scores a product would lose the difference
+            weights = tl.exp2((scores - larger[:, None]) * scale)  # subtract first: large products lose digits
             rescale = tl.exp2((maximum - larger) * scale)
             total = total * rescale + tl.sum(weights, axis=1)
             v = tl.load(v_ptr + at + at_keys, mask=within, other=0.0)

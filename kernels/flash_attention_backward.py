@@ -4,8 +4,8 @@
     dQ = dS K / sqrt(dim),  dK = dS^T Q / sqrt(dim)        with S = Q K^T / sqrt(dim)
 
 As in `tiled_attention.py`, one pass owns a tile of keys and sums dK and dV over the queries, the other owns a tile of
-queries and sums dQ over the keys. Both make P and dS anew: seven products of matrices, where a single pass would take
-five, but its programs would have to add to each other's dQ.
+queries and sums dQ over the keys. Both compute P and dS: seven matrix products. A single pass would take five, but its
+programs would have to add to each other's dQ.
 """
 
 from kernels.launch import jit, tl
@@ -16,9 +16,9 @@ def rows_kernel(
     grad_ptr, o_ptr, log_sum_exp_ptr, log2_sum_exp_ptr, row_dot_ptr, queries,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PADDING: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """L log2(e), for exp2 is the cheaper instruction, and D of each row. Sequences are padded with zeros to a multiple
+    """L log2(e), as exp2 is the cheaper instruction, and D of each row. Sequences are padded with zeros to a multiple
     of PADDING, so that the passes read both without a mask; dO and D of 0 add nothing to their sums.
-    L and S are rounded apart, so L is lowered by more than they may differ, and P = 1 is where exponents end."""
+    L and S are rounded separately, so L is lowered by more than they may differ, and exponents are cut at P = 1."""
     log2_e: tl.constexpr = 1.4426950408889634
     padded = tl.cdiv(queries, PADDING) * PADDING
     tiles = padded // BLOCK_ROWS
@@ -41,8 +41,8 @@ def keys_kernel(
     PADDING: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys. Scores are transposed, (keys queries): so they leave one product of matrices in
-    the registers where the next one wants them. Beyond the end is the last query, for 0 times infinity is no number."""
+    """dK and dV of one tile of keys. Scores are transposed, (keys queries), to lie in registers as the next matrix
+    product needs them. Beyond the end the last query is read again: 0 times infinity would be NaN."""
     scale: tl.constexpr = SCALE * 1.4426950408889634
     tiles = tl.cdiv(keys, BLOCK_KEYS)
     batch = (tl.program_id(0) // tiles).to(tl.int64)

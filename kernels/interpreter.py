@@ -1,4 +1,4 @@
-"""Defects of Triton's interpreter (3.6 to 3.8), mended so that a kernel computes on a CPU what it does on a GPU.
+"""Corrections of Triton's interpreter (3.6 to 3.8), so that a kernel computes the same on a CPU as on a GPU.
 
 The interpreter keeps bfloat16 as 16-bit integers and then computes with these integers, without an error, and it cuts
 digits off where the hardware rounds to the nearest. Here every operation on bfloat16 goes through float32 and back,
@@ -22,7 +22,7 @@ def to_float32(bits: NDArray[Any]) -> NDArray[Any]:
 
 
 def to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
-    """float32 rounded to the nearest bfloat16, ties to even, as 16-bit integers; not-a-number stays one."""
+    """float32 rounded to the nearest bfloat16, ties to even, as 16-bit integers; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
@@ -43,7 +43,7 @@ def narrow(handle: Any) -> Any:
 
 
 def through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of the interpreter that meets bfloat16 in float32."""
+    """An operation of the interpreter that computes in float32 if an argument is bfloat16."""
 
     def mended(self: Any, *args: Any) -> Any:
         if all(widen(arg) is arg for arg in args):
@@ -108,7 +108,7 @@ def mend_interpreter() -> None:
     def quietly(self: Any, *args: Any, **options: Any) -> None:
         """A kernel that divides by zero or overflows gets an infinity, as on a GPU, and no warning of NumPy's."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # the maximum of a row of not-a-numbers
+            warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # the maximum of a row of NaN
             run(self, *args, **options)
 
     interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patch_tensor, quietly

@@ -1,4 +1,4 @@
-"""Launch of Triton kernels from torch: whether Triton is there, operators for torch.compile, the launch itself.
+"""Launch of Triton kernels from torch: check that Triton is installed, define operators for torch.compile, launch.
 
 Without Triton, the files in kernels/ can still be imported, and `kernels.reference` computes in their place.
 """
@@ -24,7 +24,7 @@ Grid = tuple[int, int, int]
 
 
 class _Missing:
-    """Placeholder for `triton` and `tl` where Triton is not installed: it has every attribute, none of any use."""
+    """Placeholder for `triton` and `tl` where Triton is not installed: every attribute is the placeholder itself."""
 
     def __getattr__(self, name: str) -> "_Missing":
         return self
@@ -49,7 +49,7 @@ if INTERPRETED:
 
 def jit(kernel: Any) -> Any:
     """`triton.jit` for kernels whose pointers are named `*_ptr` and whose constants are annotated. All other parameters
-    are numbers, for which Triton shall not compile versions for 1, for multiples of 16 and for the rest."""
+    are numbers, for which Triton must not compile separate versions for 1, for multiples of 16 and for the rest."""
     names, annotated = inspect.signature(kernel).parameters, inspect.get_annotations(kernel)
     numbers = [name for name in names if name not in annotated and not name.endswith("_ptr")]
     return triton.jit(kernel, do_not_specialize=numbers) if HAVE_TRITON else kernel
@@ -96,7 +96,7 @@ _library = torch.library.Library("cs336_kernels", "DEF")
 
 
 def define(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: make a launcher the operator `cs336_kernels::name`, which torch.compile sees as one opaque box; `fake`
+    """Decorator: make a launcher the operator `cs336_kernels::name`, which torch.compile does not look into; `fake`
     makes tensors of the results' shapes, strides and dtypes. Gradients are for the autograd.Function that calls it.
     (`torch.library.custom_op` costs the host three times as much per call.)"""
 
@@ -117,10 +117,10 @@ def launch(
     kernel: Any, grid: Grid, *args: Tensor | int | float | None, num_warps: int, num_stages: int = 1, **constants: Any
 ) -> None:
     """Run `grid` programs of a kernel on the device of its first argument; `constants` are its `tl.constexpr`
-    parameters, all of them and in its order, after the others. `kernel[grid](...)` takes the host some ten microseconds
-    per call, in which a GPU normalises a small batch. A compiled kernel depends on its constants, the dtype and 16-byte
-    alignment of each tensor, the width of each integer. So it is found by these, and the driver's function is called
-    directly. (Hooks of Triton's own profiler are not.)"""
+    parameters, all of them and in its order, after the others. `kernel[grid](...)` takes the host about ten
+    microseconds per call, in which a GPU normalises a small batch. A compiled kernel depends on its constants, the
+    dtype and 16-byte alignment of each tensor, and the width of each integer. It is looked up by these, and the
+    driver's function is called directly (without the hooks of Triton's own profiler)."""
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return
@@ -136,7 +136,7 @@ def launch(
             names = f"{expected}, in this order, not {list(constants)}"
             raise TypeError(f"{kernel.fn.__name__} takes the constants {names}")
         compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # which unloads if freed
+        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # unloads if freed
         return
     run, function, metadata, _ = compiled
     stream = triton.runtime.driver.active.get_current_stream(device.index)
@@ -162,7 +162,7 @@ def launch_over(kernel: Any, *tensors: Tensor, **flags: bool) -> None:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors; on a CPU few, so that what loops over programs does loop."""
+    """Number of multiprocessors; few on a CPU, so that kernels that loop over blocks do loop."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,7 +1,7 @@
-"""The maths of the hot spots in plain torch, each with its gradient in closed form.
+"""The operators of the fused kernels in plain torch, each with its gradient in closed form.
 
-A fused kernel has to equal it and beat it; it runs where there is no Triton. Arithmetic is in float32 at least, for a
-mean of squares in half precision loses most of its digits; results have the dtype of what they belong to.
+A fused kernel must equal its reference and be faster; without Triton the reference runs. Arithmetic is in float32 at
+least ("wide"), because a mean of squares in half precision loses most of its digits. A result has its input's dtype.
 """
 
 import math
@@ -33,7 +33,7 @@ def rmsnorm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
 
 def rmsnorm_backward_g(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
     """dL/dg of `rmsnorm`: (d_model), in g's dtype, from dL/dy (... d_model). dL/dg_j = sum over rows of dL/dy_j x_j r,
-    for y_j depends on g_j only, and in every row."""
+    because y_j depends on g_j only, in every row."""
     each_row = widen(grad_output) * widen(x) * inverse_rms(x, eps)
     return each_row.reshape(x.shape[:-1].numel(), x.shape[-1]).sum(dim=0).to(g.dtype)
 
@@ -107,7 +107,7 @@ def cross_entropy_backward(
     kept = flat != ignore_index
     grad_logits = (wide @ widen(weight).mT).softmax(dim=-1)
     grad_logits[kept, flat[kept]] -= 1
-    # If all tokens are ignored, the loss is no number, but a mean over none depends on nothing.
+    # If all tokens are ignored, the loss is NaN and the gradients are zero.
     grad_logits = torch.where(kept[:, None], grad_logits, 0.0) * (grad_loss / kept.sum().clamp(min=1))
     return (grad_logits @ widen(weight)).view_as(hidden).to(hidden.dtype), (grad_logits.mT @ wide).to(weight.dtype)
 

@@ -1,9 +1,9 @@
-"""RMSNorm in Triton, also of a sum, forward and backward, each row read once.
+"""RMSNorm in Triton, also of the sum x + residual, forward and backward; each row is read once.
 
     y_j = w_j x_j r        with r = 1 / sqrt(mean_j(x_j^2) + eps)
 
-Reading x and writing y take the time. So a row stays in registers between its two uses, for which plain torch reads it
-twice. Rows too long for the registers are in `rmsnorm_wide.py`. A pre-norm block norms the sum x + residual and
+Reading x and writing y take most of the time. So a row stays in registers between its two uses, where plain torch reads
+it twice. Rows too long for the registers are in `rmsnorm_wide.py`. A pre-norm block norms the sum x + residual and
 needs it again after the norm: with ADD the kernels write both at once, and backward adds the stream's gradient.
 """
 
@@ -28,8 +28,8 @@ def forward_kernel(
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]  # more than 2^31 elements are no rarity
-    # The weight is asked for before the sum has to wait for x. Every program wants it: it stays in the cache.
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]  # there may be more than 2^31 elements
+    # The weight is loaded before the sum waits for x. Every program reads it, so it stays in the cache.
     weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_last")
     x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
     if ADD:
@@ -95,8 +95,8 @@ def column_sum_kernel(
     tl.store(total_ptr + column, tl.sum(total, axis=0), mask=column < COLUMNS)
 
 
-# What a multiprocessor holds of a row without spilling, in columns (the code-generation tests see to it): forward x,
-# backward x, its gradient and the sum for the weight. Columns alone choose, so a row's bits do not depend on its batch.
+# Columns of a row that fit into registers without spilling (checked by the code-generation tests): forward holds x,
+# backward x, its gradient and the weight's sum. Only the columns decide, so a row's bits do not depend on its batch.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 16_384, 8_192
 
 
@@ -114,7 +114,7 @@ def forward(
     elif x.numel():
         block_columns = ceil_power_of_2(columns)
         block_rows = max(1, 2048 // block_columns)
-        # 16 elements a thread: enough bytes in flight to hide the memory, few enough for many threads.
+        # 16 elements per thread: enough bytes in flight to hide latency, few enough for many threads.
         constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         grid, num_warps = (-(-rows // block_rows), 1, 1), block_rows * block_columns // 512
         launch(forward_kernel, grid, *arguments, num_warps=num_warps, **constants)
@@ -132,9 +132,9 @@ def backward(
         return grad_x, torch.zeros_like(weight) if need_weight else new_like(weight, False)
     block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
     block_rows = max(1, 1024 // block_columns)
-    num_warps = block_rows * block_columns // 256  # 8 elements a thread, since backward holds three numbers for each
-    # As many programs as run side by side share the blocks, 32 warps to a multiprocessor. But each adds a row of
-    # float32 to the traffic, so of a small batch a program takes several blocks.
+    num_warps = block_rows * block_columns // 256  # 8 elements per thread, since backward holds three numbers for each
+    # As many programs as run at the same time share the blocks, 32 warps per multiprocessor. But each adds a row of
+    # float32 to the traffic, so with a small batch a program takes several blocks.
     blocks, side_by_side = -(-rows // block_rows), num_multiprocessors(x.device)
     programs = min(blocks, side_by_side * (32 // num_warps), max(side_by_side, blocks // 8))
     partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
@@ -161,7 +161,7 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of the rows of partial (programs columns), float32: (columns), rounded once to the dtype."""
     programs, columns = partial.shape
     total = partial.new_empty(columns, dtype=dtype)
-    # Few columns make few programs, which then should not be wide.
+    # With few columns, narrow blocks, so that there are enough programs.
     block_rows, block_columns = (32, 128) if columns <= 16_384 else (4, 1024)
     sizes = {"COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
     launch(column_sum_kernel, (-(-columns // block_columns), 1, 1), partial, total, programs, num_warps=4, **sizes)

@@ -1,7 +1,7 @@
 """RMSNorm's kernels for rows that do not fit the registers of a multiprocessor: each row is read twice, in chunks.
 
-The second reading goes backwards, to begin with what is still in the cache. Beyond 16,384 columns, backward gives that
-up: `row_mean_kernel` reads everything once, `rmsnorm.backward_kernel` again in slices, for 5 / 3 of the traffic.
+The second pass reads backwards, to begin with what is still in the cache. Beyond 16,384 columns backward uses two
+kernels: `row_mean_kernel` reads everything once, `rmsnorm.backward_kernel` again in slices, for 5 / 3 of the traffic.
 """
 
 from kernels.launch import jit, tl
@@ -69,7 +69,7 @@ def halves_backward_kernel(
         for back in tl.static_range(2):
             column = (1 - back) * HALF + offsets
             at, inside = tl.cast(row, tl.int64) * COLUMNS + column, column < COLUMNS
-            # Another eviction policy, lest the compiler keep the first copies after all.
+            # Another eviction policy, or the compiler would keep the first copies in registers.
             x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             grad = tl.load(grad_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             if NEED_X:
@@ -92,7 +92,7 @@ def halves_backward_kernel(
 def row_mean_kernel(
     grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """r^2 mean_j(g_j w_j x_j), the one number that dL/dx needs to know of a whole row; a program a row."""
+    """r^2 mean_j(g_j w_j x_j), the one number of a whole row that dL/dx needs; one program per row."""
     start = tl.program_id(0).to(tl.int64) * COLUMNS
     products = tl.zeros((BLOCK_COLUMNS,), dtype=tl.float32)
     for first in range(0, COLUMNS, BLOCK_COLUMNS):

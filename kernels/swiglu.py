@@ -2,8 +2,8 @@
 
     y = a s u    with a = gate, u = up and s = 1 / (1 + exp(-a))
 
-Memory traffic takes the time. Forward reads two numbers and writes one; backward reads three and writes two, for it
-computes s anew instead of keeping silu(gate), which plain torch writes and reads back, twice.
+Memory traffic takes most of the time. Forward reads two numbers and writes one; backward reads three and writes two,
+because it recomputes s instead of keeping silu(gate), which plain torch writes and reads back, twice.
 """
 
 from typing import Any

@@ -2,9 +2,9 @@
 
     O = softmax(Q K^T / sqrt(dim)) V
 
-The (queries keys) scores are made a tile at a time and forgotten. This is possible because a softmax can be summed up
-in pieces, each rescaled when a larger score turns up, and because backward can make any tile anew from one number a
-row, the logarithm of the softmax's denominator.
+The (queries keys) scores are computed one tile at a time and not kept. This is possible because a softmax can be summed
+in pieces, which are rescaled when a larger score appears, and because backward can recompute any tile from one number
+per row, the logarithm of the softmax's denominator.
 """
 
 import math
@@ -51,12 +51,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     if not k.shape[-2]:
         return output, log_sum_exp
     for query_tile in tiles(q.shape[-2], QUERY_TILE):
-        maximum = log_sum_exp[..., query_tile].nan_to_num()  # finite, since -inf - -inf would not be a number
+        maximum = log_sum_exp[..., query_tile].nan_to_num()  # finite, since -inf - -inf is NaN
         total = torch.zeros_like(maximum)
         weighted = widen(output[..., query_tile, :])  # zero
         for key_tile in tiles(k.shape[-2], KEY_TILE):
             if is_causal and key_tile.start >= query_tile.stop:
-                continue  # which no query of this tile sees
+                continue  # no query of this tile sees these keys
             s = scores(q, k, query_tile, key_tile, is_causal)
             larger = torch.maximum(maximum, s.amax(dim=-1))
             weights = (s - larger.unsqueeze(-1)).exp()
@@ -73,13 +73,13 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum_exp: Tensor, is_causal: bool,
     need_q: bool, need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK and dV (algorithm 2, in two passes), zero where not needed. A tile of P is made anew from S and L:
+    """dQ, dK and dV (algorithm 2, in two passes), zero where not needed. A tile of P is recomputed from S and L:
 
         P = exp(S - L),  dP = dO V^T,  dS = P (dP - D)        with D = rowsum(dO O) of `reference.attention_backward`
         dV = P^T dO,  dK = dS^T Q / sqrt(dim),  dQ = dS K / sqrt(dim)
 
-    Each tile of keys sums over the tiles of queries that see it; for dQ the tiles of P are made a second time. To add
-    to dQ in the first pass, tiles of keys that run side by side would have to take turns at the same rows.
+    Each tile of keys sums over the tiles of queries that see it; for dQ the tiles of P are computed a second time. To
+    add to dQ in the first pass, tiles of keys that run in parallel would have to take turns at the same rows.
     """
     row_dot, root = (widen(grad) * widen(output)).sum(dim=-1), math.sqrt(q.shape[-1])
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

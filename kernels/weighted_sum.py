@@ -2,16 +2,16 @@
 
     y_i = sum_j w_j x_ij
 
-A Triton kernel is written for one *program*. The launch starts many copies of it, side by side and in no order; each
-asks `tl.program_id` which one it is and takes its share of the work, here some rows of x. A program handles whole
-*blocks* of numbers: `tl.arange(0, 8)` is one of eight integers. Three things are unlike plain torch:
+A Triton kernel is written for one *program*. The launch starts many copies of it, in parallel and in no fixed order;
+each asks `tl.program_id` which one it is and does its share of the work, here some rows of x. A program handles whole
+*blocks* of numbers: `tl.arange(0, 8)` is a block of eight integers. Three things differ from plain torch:
 
-- A kernel knows no tensors but *pointers*, addresses of a first element. Element (i, j) of a contiguous matrix lies
+- A kernel gets no tensors but *pointers*, the address of a first element. Element (i, j) of a contiguous matrix lies
   i * COLUMNS + j elements behind it, so `x_ptr + row[:, None] * COLUMNS + column[None, :]` is a block of addresses.
 - A block's shape is a power of two and fixed when the kernel is compiled, and so is whatever is declared
-  `tl.constexpr`, in capitals here. Data is seldom so round: a *mask* marks what lies inside. Where it is False, a load
-  reads nothing and yields `other`, and a store writes nothing. An access without its mask touches foreign memory.
-- What is loaded stays in registers, on the chip, until the program ends. Memory is slow and arithmetic almost free, so
+  `tl.constexpr`, in capitals here. Data rarely has such a shape: a *mask* marks the elements inside. Where it is False,
+  a load reads nothing and returns `other`, and a store writes nothing. Without the mask, they access other memory.
+- Loaded numbers stay in registers, on the chip, until the program ends. Memory is slow and arithmetic almost free, so
   a good kernel loads each number once. Its sums are float32, whatever the dtype of x.
 """
 
@@ -33,7 +33,7 @@ def forward_kernel(
     x_ptr, weight_ptr, y_ptr, rows,
     COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y_i = sum_j w_j x_ij for BLOCK_ROWS rows, walking along them tile by tile: a row may be of any length."""
+    """y_i = sum_j w_j x_ij for BLOCK_ROWS rows, tile by tile: a row may have any length."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = row.to(tl.int64) * COLUMNS  # a large x has more than 2^31 elements, which 32 bits cannot count
     products = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
@@ -55,8 +55,8 @@ def backward_kernel(
 ):  # fmt: skip
     """dL/dx_ij = g_i w_j, and this program's part of dL/dw_j = sum_i g_i x_ij, where g_i is dL/dy_i. Programs cannot
     see each other's registers. So each stores the sum over its own rows as one row of `partial` (programs columns), and
-    those are added up afterwards. Adding straight to dL/dw (`tl.atomic_add`) would do so in whatever order programs
-    finish: each run would give other last digits."""
+    those are added up afterwards. Adding directly to dL/dw (`tl.atomic_add`) would do so in the order in which
+    programs finish: the last digits would differ from run to run."""
     program = tl.program_id(0)
     row = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = row.to(tl.int64) * COLUMNS

@@ -35,7 +35,7 @@ def attention_flops(keys: dict[str, Key]) -> float:
 
 
 def peak_share(found: Published, work: float, system: str, processors: int = 1) -> float:
-    """The share of so many GPUs' peak in 16-bit products that `work` FLOPs in a published time take."""
+    """The share of the 16-bit peak of a number of GPUs that `work` FLOPs in a published time are."""
     return work / found.value / (processors * system_preset(system).matmul_flops)
 
 

@@ -48,7 +48,7 @@ class Problem:
 def course_map(path: Path = MAP) -> tuple[Problem, ...]:
     """Every problem, in the order of the file.
 
-    Raises UserError for an entry that lacks something, has a word that is none of ours, or comes twice in a year.
+    Raises UserError for an entry that lacks something, has an unknown key or value, or comes twice in a year.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ class Line:
     residual: float
 
     def seconds(self, nbytes: float, calls: float = 1) -> float:
-        """Predicted seconds for `nbytes` bytes in all, sent by so many calls."""
+        """Predicted seconds for `nbytes` bytes in all, sent by `calls` calls."""
         return self.overhead * calls + nbytes / self.bandwidth
 
 

@@ -69,4 +69,4 @@ def same_calls(record: Record | None) -> str:
         return ""
     calls = metric(record, "calls")
     same = [name for name, theirs in PUBLISHED.items() if set(calls[name]) == {theirs}]
-    return f"{len(same)} of {len(PUBLISHED)} published numbers of calls are ours too"
+    return f"{len(same)} of {len(PUBLISHED)} published call counts equal ours"

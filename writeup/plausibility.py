@@ -27,12 +27,12 @@ AXES = ("size", "bytes", "columns", "seq")  # along which neighbours stand
 
 
 Kind = Literal["limit", "neighbour", "empty"]
-KINDS: dict[Kind, str] = {"limit": "cannot be", "neighbour": "does not fit", "empty": "is empty"}
+KINDS: dict[Kind, str] = {"limit": "impossible", "neighbour": "inconsistent", "empty": "empty"}
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A figure that cannot be what it is called: its place, its text, and the reason.
+    """A figure that is not what its label says: its place, its text, and the reason.
 
     Of kind "limit" it breaks a limit of physics, whatever stands beside it; of kind "neighbour" it contradicts what
     does, or itself. `of` has the records that it is made of, `quoted` the published figures.

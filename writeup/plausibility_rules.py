@@ -1,7 +1,7 @@
 """Rules for impossible figures, and for figures that contradict their neighbours: one function each, on plain values.
 
 So a rule is the same for our records and for published figures. Each returns its reason in words, or nothing where the
-figure may stand. A reason does not say that someone was careless: it says that the figure is not what it is called.
+figure may stand. A reason says that the figure is not what its label says, not that someone was careless.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ def deviation_over_mean(mean: float, std: float) -> str:
 
 def slow_start(samples: Sequence[float]) -> str:
     """A first sample sqrt(10) times the median of the others and above each of them: it holds a start-up, and the mean
-    with it. A median does not mind."""
+    with it. The median is not affected."""
     if len(samples) < 3 or samples[0] <= max(samples[1:]) or samples[0] <= MISPLACED * median(samples[1:]):
         return ""
     return f"its first sample took {samples[0] / median(samples[1:]):.1f} times the median of the others"

@@ -83,7 +83,7 @@ def wrappers() -> Figure:
 
 
 def schedules() -> Figure:
-    """Pipelines of four stages and eight microbatches: 1F1B, ZB-H1 and ZBV, played by the simulator."""
+    """Pipelines of four stages and eight microbatches: 1F1B, ZB-H1 and ZBV, simulated."""
     names = ("1f1b", "zb-h1", "zbv")
     colours = {"forward": BLUE, "backward": RED, "weights": GREEN}
 

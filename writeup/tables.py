@@ -64,13 +64,13 @@ class Table:
         return {commit: f"^{chr(ord('a') + place)}^" for place, commit in enumerate(found)} if len(found) > 1 else {}
 
     def _doubts(self) -> list[str]:
-        """Where it is said why figures of others are marked."""
+        """Reference to the reasons why figures of others are marked."""
         marked = any(DOUBTFUL in cell for row in self.rows for cell in row)
         ours = any(self.book.suspicions(record) for record in self.records)
         if not marked or ours:
             return []
         where = "[Published figures](#plausibility) says which, and why"
-        return [f"::: source\n{DOUBTFUL} cannot be, or does not fit its neighbours: {where}.\n:::"]
+        return [f"::: source\n{DOUBTFUL} impossible, or inconsistent with its neighbours: {where}.\n:::"]
 
 
 def _with_record(letters: Mapping[str, str], records: Mapping[str, Record], found: re.Match[str]) -> str:
@@ -145,5 +145,5 @@ def _where(book: Book, record: Record) -> str:
     device = markdown_text(printable(f"{where['device']}, {where['cores']} cores"))
     named = len(book.places) == 1  # with its software, in the introduction
     place = f"the {kind} [{device}](#introduction)" if named else f"a {kind}: {markdown_text(place_of(record))}"
-    threads = f", {count} thread{'s' * (count != 1)} a process" if count else ""
-    return f"Measured on {place}{threads}{'; freed pages kept' * bool(where.get('pages_kept'))}"
+    threads = f", {count} thread{'s' * (count != 1)} per process" if count else ""
+    return f"Measured on {place}{threads}{'; the allocator keeps freed pages' * bool(where.get('pages_kept'))}"

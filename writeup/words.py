@@ -36,8 +36,8 @@ def pair_ratios(a: Record, b: Record) -> list[float]:
 def differ(a: Record, b: Record) -> bool:
     """True if a difference in time may be stated.
 
-    Of pairs: the quartiles of their ratios exclude 1, and so many lie on one side that chance does it in one of ten
-    cases at most (sign test). Otherwise: measured within half an hour, no sample of one lies among the other's, and
+    Of pairs: the quartiles of their ratios exclude 1, and chance puts as many on one side in at most one of ten
+    cases (sign test). Otherwise: measured within half an hour, no sample of one lies among the other's, and
     there are four of each (a permutation does that in one of 35 cases).
     """
     if in_turn(a, b):
@@ -60,7 +60,7 @@ def turns(ratios: Sequence[float], name: str = "") -> str:
 
 
 def _by_chance(ratios: Sequence[float]) -> float:
-    """How probable it is that so many ratios, or more, lie on one side of 1 if either side is as likely."""
+    """Probability that this many ratios, or more, lie on one side of 1 if both sides are equally likely."""
     above = sum(ratio > 1 for ratio in ratios)
     most, count = max(above, len(ratios) - above), len(ratios)
     return min(1.0, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)

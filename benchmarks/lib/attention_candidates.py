@@ -74,7 +74,7 @@ SCORE_BYTES = {
     ("eager", True): (12, 14),
     ("sdpa-math", False): (12, 12),
     ("sdpa-math", True): (14, 16),
-    ("compiled", False): (4, 2),  # at the least: what the compiler fuses is its secret
+    ("compiled", False): (4, 2),  # a lower bound: what the compiler fuses is not known
     ("compiled", True): (8, 4),
 }
 
@@ -123,7 +123,7 @@ def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) ->
             return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=task.causal)[0]
 
     probe = torch.zeros(3, task.batch, task.seq, task.dim, dtype=DTYPES[task.dtype], device=device)
-    if backend != SDPBackend.MATH:  # which takes everything, and much memory
+    if backend != SDPBackend.MATH:  # MATH takes any input, and much memory
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each says why it refuses
             try:

@@ -19,7 +19,7 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import out_of_memory
 
 OURS = "ours"
-FOREIGN = ("liger", "quack", "sdpa")  # whose failures are not this project's faults
+FOREIGN = ("liger", "quack", "sdpa")  # other projects: their failures are no faults of this one
 SAMPLE_MS = 5.0  # a sample is the median of as many calls as fit into this,
 MOST_CALLS = 20  # and of no more than these
 SLEEP_CYCLES = 2.0e9  # of a GPU in a second, at most
@@ -210,7 +210,7 @@ class Contest:
             entry = prepare()
             self.clock.settle(entry)
             self.entries[name] = entry
-        except Exception as error:  # a peer may raise anything, and the others still want to be measured
+        except Exception as error:  # a peer may raise anything; the others are still to be measured
             self.refusals[name] = refuse(name, error)
             gc.collect()
             torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ from cs336_systems.profiling.names import parse_collective, parse_tag, step_numb
 
 Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
 RANKS, BATCHES = 4, 5
-ALL_TO_ALL = "launch all-to-all"  # which the published table has as NCCL's kernel
+ALL_TO_ALL = "launch all-to-all"  # in the published table it is NCCL's kernel
 # Equal by construction; then what it depends on how one reads words and which torch it is.
 PUBLISHED = {
     "aten::addmm": 7740,

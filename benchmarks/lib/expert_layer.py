@@ -21,7 +21,7 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
-DEVICE = torch.device("cpu")  # whose time is asked for
+DEVICE = torch.device("cpu")  # CPU time is measured
 ITEM = torch.float32.itemsize
 EXPERT_LAUNCHES = 63  # operators of a sorted layer: router, sort, gather, experts and the way back; a test counts them
 # Of tensors of tokens x experts x slots: a rank holds four at once at most (one and a quarter are `combine` and what it

@@ -3,7 +3,7 @@
 Block i goes to rank i mod ranks. All ranks take equally many batches of one shape, since each must enter every
 all-to-all: what is missing at the end is padding, whose targets count for nothing. The score is the sum of the
 log-probabilities of all targets. Each block's is summed in float64 by the rank that has it, and all are added up in the
-order of the blocks, so that it does not matter who had which.
+order of the blocks, so that it does not matter which rank had which.
 """
 
 import json
@@ -50,7 +50,7 @@ class Blocks:
         return int((self.rows[block, 1:] != IGNORED).sum())
 
     def batches(self, ranks: int, rows: int) -> int:
-        """Batches of `rows` blocks that each of so many ranks takes until all are scored."""
+        """Batches of `rows` blocks that each of `ranks` ranks takes until all are scored."""
         return ceil(self.count / (ranks * rows))
 
     def numbers(self, batch: int, rank: int, ranks: int, rows: int) -> list[int]:

@@ -208,11 +208,11 @@ class AdamWStep(SizedKernel):
         return sum(torch.Size(shape).numel() for shape in gpt2_shapes(task.sizes))
 
     def moved(self, task: SizedTask, device: torch.device) -> int:
-        """Parameter, gradient and two moments read, all but the gradient written: 28 bytes a parameter."""
+        """Parameter, gradient and two moments read, all but the gradient written: 28 bytes per parameter."""
         return 28 * self.parameters(task)
 
     def peak_bytes(self, name: str, task: SizedTask) -> int:
-        """16 bytes a parameter, the shared values, and what an operation of all tensors at once puts aside."""
+        """16 bytes per parameter, the shared values, and temporaries of an operation on all tensors at once."""
         return (24 if name == "torch-foreach" else 20) * self.parameters(task)
 
     def other_bytes(self, task: SizedTask) -> int:

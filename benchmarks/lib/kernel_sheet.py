@@ -94,7 +94,7 @@ def show(records: Sequence[Record], sheet: Sheet) -> None:
         table.add_row(f"  {name}", passes, *cells, style=None if same[0].status == "ok" else "dim")
         for record in same:
             for flag in record.flags:
-                if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # which the table shows
+                if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # the table shows these
                     remarks.setdefault(f"{name}: {flag}", []).append(f"{where}, {record.config['pass']}")
     out = console.console()
     out.print(table)

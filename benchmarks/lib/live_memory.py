@@ -1,4 +1,4 @@
-"""Bytes that a rank holds, counted from the live storages and not from the classes' own accounts."""
+"""Bytes that a rank holds, counted from live storages, independently of the library's own counts."""
 
 import gc
 import time

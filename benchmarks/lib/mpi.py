@@ -1,4 +1,4 @@
-"""All-reduces of MPI, a third opinion beside gloo and shared memory: mpiexec starts ranks that time themselves."""
+"""All-reduces of MPI, for comparison with gloo and shared memory: mpiexec starts ranks that time themselves."""
 
 import json
 import re

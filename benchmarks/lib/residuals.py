@@ -111,7 +111,7 @@ class _Keeper(Observer):
         storage, dtype = self.storage(tensor), str(tensor.dtype).removeprefix("torch.")
         found = Residual(self.path[-1], tuple(tensor.shape), dtype, storage.nbytes, self.made.get(storage, ""))
         self.kept.setdefault(storage, found)
-        return super()._pack(tensor.detach())  # a graph that holds itself never dies
+        return super()._pack(tensor.detach())  # a graph in a reference cycle is not freed
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Attribute a segment's input, which the model keeps to run the segment again, to the segment's first block."""
@@ -141,7 +141,7 @@ def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precis
     """Count from shapes alone what autograd keeps of a training step's forward pass on (batch seq) tokens.
 
     As on a CPU. One thing shapes do not tell: a LayerNorm of half precision, which only BERT's heads have, keeps its
-    two numbers a token in four bytes each, not two.
+    two numbers per token in four bytes each, not two.
     """
     model = TransformerLM(config, "meta")
     with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake

@@ -23,13 +23,13 @@ from cs336_systems.host.console import format_seconds, os_errors, setting
 from cs336_systems.host.text import printable, regular, strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: a GPU is lent for a short time
-HOPELESS = 4.0  # a command on a CPU is stopped after so many times what it should take, and not before
+GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: GPU time is often limited
+HOPELESS = 4.0  # a command on a CPU is stopped after this many times its expected time, and not before
 LEAST_MINUTES = 10.0  # this
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
 LEAST = 15.0  # seconds for which no benchmark is worth beginning
-PATIENCE = 5  # seconds a shape, of a benchmark with a budget
+PATIENCE = 5  # seconds per shape, of a benchmark with a budget
 GRACE = 10.0  # seconds that a command gets to end
 LAST_LINES = 15  # of the output of a benchmark that went wrong
 
@@ -197,7 +197,7 @@ def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path,
             outcomes.append(measure(run, settings, results, seconds))
         done = outcomes[-1]
         print(printable(f"  {done.status} ({format_seconds(done.seconds)}) {done.remark}".rstrip()), flush=True)
-        if done.status == "ok":  # what fails at once tells nothing of how fast the machine is
+        if done.status == "ok":  # a command that fails at once says nothing about the machine's speed
             spent, foreseen = spent + done.seconds, foreseen + expected
             pace = spent / foreseen
             if not settings.smoke:

@@ -23,7 +23,7 @@ from cs336_systems.host.machine import PeakMemory, allowed_cores, choose_device,
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.trainer import Trainer
 
-Answer = dict[str, Any]  # what JSON can hold
+Answer = dict[str, Any]  # values that JSON can hold
 
 
 def take_turn(place: Place, recipe: Recipe, steps: int = 0, warmup: int = 2, threads: int = 1) -> Answer:

@@ -9,7 +9,7 @@ from benchmarks.lib.scaling_anomalies import marks
 from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 
-# Okabe and Ito 2008; the bubble is hatched, since it is the absence of work.
+# Okabe and Ito 2008; the bubble, in which nothing runs, is hatched.
 PARTS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -22,7 +22,7 @@ PARTS = {
 }
 CARE = "#D55E00"  # marks what the findings are about; no line has this colour
 LINES = tuple(style for style in STYLES if style[0] != CARE)
-ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, lest the others become unreadable
+ROOM = 1.6  # a bar higher than this many times the next one is drawn smaller, to keep the others readable
 
 
 def part(name: str) -> str:

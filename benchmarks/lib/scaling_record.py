@@ -50,7 +50,7 @@ def pipeline_bubble(timers: Timers, pp: int) -> float | None:
 
 
 def peak_flops(peak: Answer, ranks: int, threads: int) -> float:
-    """FLOP/s of all the cores, or GPUs, that so many ranks have together, in the precision that `peak` was taken in."""
+    """FLOP/s of all the cores, or GPUs, that `ranks` ranks have together, in the precision that `peak` was taken in."""
     each = float(peak["rank"]["matmul_flops"])
     if peak["gpus"]:
         return each * min(ranks, peak["gpus"])

@@ -34,7 +34,7 @@ EXPLAINED = (
     "on so many. bubble: (forward-recv + "
     "backward-embedding-all-reduce) / all of the pipeline's timers; ideal: (p - 1) / (m + p - 1)."
 )
-APART = (  # what a table's records have in common, layouts aside
+APART = (  # settings that a table's records share, layouts aside
     *("size", "objective", "precision", "scaling", "micro_batch_size", "context", "backend", "data", "recompute"),
     *("device", "threads"),
 )

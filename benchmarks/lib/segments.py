@@ -96,7 +96,7 @@ def _kept(config: ModelConfig, batch: int, seq: int, precision: Precision) -> Ke
 
 
 def _second_halves(block: int, depth: int) -> int:
-    """How often the way from all blocks to one of them, by halves, turns to the second half."""
+    """Number of second halves on the way from all blocks to one of them, by halving."""
     first, last, turns = 0, depth, 0
     while last - first > 1:
         middle = (first + last) // 2

@@ -56,7 +56,7 @@ class Arena:
 
     def build(self, name: str, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Trained:
         """A fresh copy of the model under one candidate."""
-        gc.collect()  # what the last one left in cycles would hold its hooks and memory
+        gc.collect()  # reference cycles of the last candidate would hold its hooks and memory
         return self.candidates[name](copy.deepcopy(self.base), cls, options or ADAMW)
 
     def forward_backward(self, trained: Trained) -> None:

@@ -6,7 +6,7 @@
 
     placement     collective          kept after it                          freed
     Replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
-                                                                             (a new one, if somebody holds a gradient)
+                                                                             (a new one, if user code holds a gradient)
     Sharded       reduce-scatter      this rank's slice, added up, of        the buffer, once its slice is kept
                                       which each `.grad` stands for a piece
 
@@ -67,7 +67,7 @@ class Sharded:
     def free(self, bucket: "GradBucket") -> None:
         bucket.flat, bucket.lies_here = None, set()
         for parameter in bucket.parameters:
-            keeps = parameter in bucket.used and parameter.grad is not None  # else nobody used or somebody dropped it
+            keeps = parameter in bucket.used and parameter.grad is not None  # else it was unused or dropped
             parameter.grad = bucket.stand_in(parameter) if keeps else None
 
 
@@ -107,7 +107,7 @@ class GradBucket:
         """Pack a ready gradient into the buffer, unless it lies there already."""
         gradient, again = parameter.grad, parameter not in self.waiting
         assert gradient is not None
-        if gradient.layout != torch.strided:  # an embedding's, of other rows on each rank
+        if gradient.layout != torch.strided:  # sparse, of an embedding: each rank has different rows
             parameter.grad = gradient = gradient.to_dense()
         self.waiting.discard(parameter)
         self.used.add(parameter)
@@ -132,8 +132,8 @@ class GradBucket:
         return gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
 
     def _leave_if_held(self, parameter: nn.Parameter) -> None:
-        """Leave the buffer to whoever still holds a gradient that was there, before another is written in its place;
-        gradients that still belong to parameters are packed into a new one."""
+        """Leave the buffer to user code that still holds a gradient in it, and continue with a copy, before another
+        gradient is written in its place."""
         if self.flat is None or parameter not in self.lies_here or self._contains(parameter.grad):
             return
         self.lies_here = {p for p in self.parameters if self._contains(p.grad)}
@@ -143,7 +143,7 @@ class GradBucket:
             self.flat, self.lies_here = self.flat.clone(), set()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter's piece of the buffer, which is made if need be."""
+        """The parameter's piece of the buffer, which is allocated if it does not exist."""
         if self.flat is None:
             self.flat = self.layout.new_buffer(self.dtype, parameter.device, self.group)
             mark("gradients", self.flat)
@@ -165,7 +165,7 @@ class GradBucket:
         return {} if self.shard is None else {parameter: self.shard[span] for parameter, span in self.spans.items()}
 
     def hold_pieces(self) -> None:
-        """Give each `.grad` that stands for a gradient in the complete shard this rank's piece of it, perhaps none."""
+        """Attach this rank's piece of the reduced shard, which may be empty, to each stand-in in `.grad`."""
         if self.shard is None or not self.names:
             return
         pieces = self.pieces()
@@ -174,8 +174,8 @@ class GradBucket:
                 parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
-        """If somebody has dropped a gradient that the buffer or the shard holds, forget it, as other ranks forget their
-        pieces of it, and return True."""
+        """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
+        returns True if there was one."""
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)

@@ -33,8 +33,8 @@ class GatherOrder:
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
     def forward_to(self, number: int, keep: bool) -> None:
-        """Come to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
-        layers that were left out before it, unless all are to be kept."""
+        """Advance to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
+        layers before it that were skipped, unless all are to be kept."""
         coming = set(self.weights[number : max(self.gathered, number + 1)])
         for weight in self.weights[:number]:
             if weight.work and not keep and weight not in coming:  # it may be the tied weight of a layer to come
@@ -44,8 +44,8 @@ class GatherOrder:
         self.gathered = max(self.gathered, number + 1 + AHEAD)
 
     def back_to(self, number: int) -> Iterator[ShardedParameter]:
-        """Come to a layer in backward (-1: to the end), gathering ahead. Yields each weight that is passed on the way
-        and belongs to no layer further down, for its reduction to take place in this order, too."""
+        """Go back to a layer in backward (-1: to the end), gathering ahead. Yields each weight that is passed
+        and belongs to no layer further down, so that weights are reduced in this order, too."""
         while self.passed_back > max(number, 0):
             self.passed_back -= 1
             while self.gathered_back > max(self.passed_back - AHEAD, 0):
@@ -123,7 +123,7 @@ def compute_in(dtype: torch.dtype, module: nn.Module, layers: Set[nn.Module]) ->
     parameters (norms) compute in their parameters' dtype, and get inputs in it."""
     for layer in module.modules():
         own = [p for p in layer.parameters(recurse=False) if p.is_floating_point()]
-        # A parametrized layer computes with what is computed from its parameters.
+        # A parametrized layer computes its weights from its parameters.
         if not layers.isdisjoint((layer, *getattr(layer, "parametrizations", {}).values())):
             layer.register_forward_pre_hook(partial(_cast_biases, dtype), with_kwargs=True)
             layer.register_forward_hook(_restore_biases, always_call=True)

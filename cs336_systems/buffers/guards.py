@@ -55,9 +55,9 @@ class Guard:
         for name, layer in module.named_modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
                 raise fault(f"{name} has a max_norm, and each rank would change other rows: normalise its output")
-        self.taken = ""  # where one of the parameters has gone
+        self.taken = ""  # text of the error if another wrapper has one of the parameters
         self._compare_modules(f"wrapper {wrapper}, {kind}")
-        for guard, name in earlier.items():  # two would reduce a gradient twice
+        for guard, name in earlier.items():  # two guards would reduce a gradient twice
             guard.release()
             guard.taken = f"{name} has been wrapped by another {wrapper} since: keep one, or use `ignored`"
             guard.synchronised = False  # for a ShardedOptimizer that takes gradients from there
@@ -115,8 +115,8 @@ class Guard:
                 refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
     def _check_unchanged(self) -> None:
-        """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
-        gradient, which is fine.)"""
+        """Refuse a parameter that was replaced, cast or unfrozen: ranks would diverge without an error. (One that was
+        frozen gets no gradient, which is right.)"""
         if self.taken:
             raise fault(self.taken)
         with raw():
@@ -132,7 +132,7 @@ class Guard:
                 raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
     def _written(self) -> list[nn.Parameter]:
-        """Weights that were changed while their gradient was this rank's own, perhaps by it."""
+        """Weights that were written to before their gradient was reduced, for instance by a step with that gradient."""
         return [p for p, version in self.versions.items() if p._version != version]
 
     def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
@@ -209,7 +209,7 @@ class Wrapper(nn.Module):
     """A module that a group of ranks trains together, starting from rank 0's parameters and buffers. Raises UserError,
     on every rank, if the ranks' modules or the `kind` of wrapper differ."""
 
-    gradients: Placement = REPLICATED  # how the mean comes to rest
+    gradients: Placement = REPLICATED  # what each rank keeps of the mean
 
     def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Wrapper(nn.Module):
         self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
         if isinstance(self.gradients, Sharded):
             refuse_shared_memory(self.guard.names.items())
-        # Those of old compute weights from parameters before each forward; code may read the last ones until then.
+        # torch's old weight_norm and spectral_norm compute weights before each forward; code may read them before that.
         hooks = ((layer, hook) for layer in module.modules() for hook in layer._forward_pre_hooks.values())
         computed = [getattr(layer, hook.name) for layer, hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
         for tensor in (*self.guard.names, *module.buffers(), *computed):

@@ -37,7 +37,7 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
 
 
 def buffer_lines(module: nn.Module) -> list[str]:
-    """Name, shape and dtype of each buffer of a module, one a line, for the ranks to compare."""
+    """Name, shape and dtype of each buffer of a module, one per line, for the ranks to compare."""
     return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 
@@ -52,7 +52,7 @@ class Replicas:
         self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
         self.module, self.doubted = module, False
         self.own, self.lines = 0, (list[str](), list[str]())  # the last checksum; options and buffers that are in it
-        self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum, and what tells of the arrival
+        self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
 
     def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
         """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
@@ -60,7 +60,7 @@ class Replicas:
         for place, group in enumerate(groups):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
             before, lines = self.noted.get((kind, place), (None, {}))
-            if options != before:  # seldom, since a thousand groups have ten thousand options
+            if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}
                 lines = {f"{kind}, group {place}, {key} = {each}": None for key, each in shown.items() if each}
                 writable = any(isinstance(value, Tensor | list) for value in options.values())
@@ -118,8 +118,8 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
 
     Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
     it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
-    rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient beside them that
-    rests whole, get a NaN if some shard has a number that is not finite.
+    rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient that is kept whole
+    beside them, get a NaN if some shard has a number that is not finite.
     """
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
@@ -160,7 +160,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
 
 
 def plain(option: object) -> str | None:
-    """An option as text; None for what is not compared, as a tensor on a GPU, for which a step would have to wait."""
+    """An option as text; None if it is not compared, such as a tensor on a GPU, for which the host would wait."""
     if isinstance(option, tuple | list):
         each = [plain(value) for value in option]
         return None if None in each else f"({', '.join(map(str, each))})"
@@ -170,7 +170,7 @@ def plain(option: object) -> str | None:
 
 
 def _to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A number in the host's memory, and what tells that it has come there from a GPU."""
+    """Copy a number to the host without waiting; returns it with the event that marks its arrival from a GPU."""
     if not number.is_cuda:
         return number, None
     host, arrival = number.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory

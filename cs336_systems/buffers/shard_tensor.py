@@ -164,7 +164,7 @@ def read_property(func: Callable[..., Any], shard: ShardTensor) -> Any:
     value = func(shard)
     if type(value) is Tensor:
         value = as_shard(value, shard.rows)
-        if name == "grad":  # came from autograd; from now on everybody sees the same object
+        if name == "grad":  # from autograd; later reads return this same object
             shard.grad = value
     return value
 

@@ -1,10 +1,10 @@
 """Stand-in for a sharded gradient in a parameter's `.grad`: the shape of the whole, and this rank's piece of it.
 
     a norm                                         of the whole gradient; every rank must ask for it
-    in place: times or over a number, clamp, zero  on the piece, so that all ranks together do it to the whole
+    in place: * or / by a number, clamp, zero      on the piece, so that all ranks together do it to the whole
     anything else                                  an error that names the parameter, and the wrapper's own methods
 
-So torch's clip_grad_norm_ and clip_grad_value_ are right, and code that reads other numbers is told where they are.
+So torch's clip_grad_norm_ and clip_grad_value_ are right, and other uses get an error that says what to call.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ class WeightProxy(dict[str, nn.Parameter | None]):
 def put(place: Place, parameter: Any) -> None:
     """Let a layer see a parameter in its place, and a recurrent one in the list that it computes from."""
     layer, name = place
-    layer._parameters.update({name: parameter})  # which a proxy does not see
+    layer._parameters.update({name: parameter})  # a proxy does not see it
     if name in (names := layer.__dict__.get("_flat_weights_names", ())):
         layer._flat_weights[names.index(name)] = parameter  # type: ignore[operator]
 
@@ -84,18 +84,18 @@ class ShardedParameter:
             rows = as_shard(rows, Rows(name, self.rows, num_rows, group))
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
-        self.version = self.shard._version  # of the weight that was last gathered
+        self.version = self.shard._version  # version of the shard at the last gather
         flat = torch.empty(self.layout.numel, dtype=compute_dtype or weight.dtype, device=weight.device)
         self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
         # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
         self.flat = flat.data
         self.work: Work | None = None  # from `launch_unshard` to `unshard`
-        self.unsharded = True  # until the last line
+        self.unsharded = True  # until `reshard` below
         label = f"gradient of {name}"
         self.gradients = GradBucket([self.full], group, label, SHARDED, reduce_dtype or weight.dtype, columns)
         self.gradients.resting_dtype = weight.dtype
         self.promised = False  # true while a stand-in is the shard's gradient
-        self.earlier: Tensor | None = None  # the gradient in whose place it is
+        self.earlier: Tensor | None = None  # the gradient that the stand-in replaces
         self.reshard()
 
     @property

@@ -37,7 +37,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
+    """Raises UserError if a step would use gradients that are not reduced yet, or update tensors that nothing uses."""
     stepped: dict[Any, dict[int, None]] = {}  # by guard, the option groups that its wrapper's parameters are in
     numbered = enumerate(optimizer.param_groups)
     for number, parameter in ((number, parameter) for number, group in numbered for parameter in group["params"]):

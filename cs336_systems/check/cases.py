@@ -1,7 +1,7 @@
 """Properties that a parallel run must have: small training programs, each with the model, data and optimizer it needs.
 
-`must`: a silent wrong number is a mistake (exit code 1); else it is a weak point, advice. Where `error` is expected,
-the program cannot be carried out, and the right answer is an error on every rank that is left.
+`must`: a wrong number without an error is a mistake (exit code 1); otherwise it is reported as a weak point. With
+`error` the program has no right result: every rank that still runs must raise an error.
 """
 
 from collections.abc import Callable, Iterable
@@ -181,7 +181,7 @@ class Case:
     error: bool = False
     page: str = HOW
     slow: bool = False  # asynchronous collectives are carried out when they are waited for
-    seeds: bool = False  # another one on each rank, so that what is not sent from rank 0 is seen
+    seeds: bool = False  # a different seed on each rank, which shows what rank 0 does not send
     part: Callable[[Tensor, int, int], Tensor] = rows_of
     cls: type[torch.optim.Optimizer] = torch.optim.SGD
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
@@ -201,7 +201,7 @@ class Case:
         if kind == "sharded-optimizer":
             adamw = {"lr": 0.05, "weight_decay": 0.1}
             return replace(self, cls=torch.optim.AdamW, options=adamw, seeds=False)
-        must = self.must and not (kind == "fsdp" and self.program is clipped)  # a norm over shards is asked of few
+        must = self.must and not (kind == "fsdp" and self.program is clipped)  # few wrappers offer a norm over shards
         part = whole if kind == "tensor-parallel" else self.part
         seeds = self.seeds and (kind == "ddp" or not self.must)
         return replace(self, seeds=seeds, part=part, must=must)

@@ -69,8 +69,8 @@ class Evidence:
                     tensors[step, "gradient", name] = (before - after) / self.case.options["lr"]
 
     def tolerance(self, key: Key, want: Tensor) -> float:
-        """Absolute: the case's bound, in the lowest precision of the model's parameters, times the tensor's size; for
-        halves the likely bound."""
+        """Absolute tolerance: the case's bound, in the lowest precision of the model's parameters, times 1 + the
+        tensor's largest value; in half precision `likely_bound` instead."""
         size = 1 + largest(want)
         if self.is_derived and key[1] == "gradient":  # a difference of two rounded weights over the rate
             return self.case.tolerance * size / self.case.options["lr"]
@@ -230,7 +230,7 @@ class Evidence:
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
 
     def _elsewhere(self, key: Key, rank: int, got: Tensor, limit: float) -> str:
-        """Where else in the order of backward a tensor's elements stand, as a slice of the means or the rank's own."""
+        """Place where a tensor's elements are a slice of the means, or of the rank's own, in the order of backward."""
         tensors = self.want[rank].tensors
         names = [name for name in reversed(self.order) if (key[0], "gradient", name) in tensors]
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
@@ -260,7 +260,7 @@ def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
 def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:
     """The cause, a sentence with the first place, the error and the invariant that fails, and the page that explains
     it, from the wrong tensors of one kind and step."""
-    # Another rank's, which to that rank itself is its own.
+    # Another rank's gradient: on that rank itself it looks like its own.
     sent = [each for each in found if each.cause == "another rank's" and each.key == found[0].key]
     first = (sent or found)[0]
     step, kind, name = found[0].key

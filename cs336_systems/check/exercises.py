@@ -53,7 +53,7 @@ def grade(
         return probe(report, probes, timeout, asked["page"])
     found = getattr(module, asked["name"])
     chosen = candidate(partial(_Ring, found) if name == "ring" else found, asked["kind"], asked["name"])
-    if name == "zero-2":  # it makes both, as its gradients and its optimizer's state are divided alike
+    if name == "zero-2":  # it makes model and optimizer, which divide gradients and state alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
     only = only or tuple(asked.get("only", ()))
     chosen = _split(chosen, asked["split"], ranks) if "split" in asked else chosen
@@ -92,9 +92,9 @@ class _Ring(Replica):
 
 
 def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
-    """Hold a candidate to its share of the optimizer's state (`state`) and of the memory of what each parameter has
-    between steps (`keeps`, .data or .grad; a view counts as much as what it is a view of), and to numbers of
-    collectives: before the end of backward (`early`) and in the whole step (`most`)."""
+    """Require that a candidate keeps only its share of the optimizer's state (`state`) and of each parameter's .data or
+    .grad between steps (`keeps`; a view counts as its whole storage), and launches at least `early` reductions before
+    the end of backward and at most `most` in the whole step."""
     share, total, counts, seen = 0, 0, Counter[str](), Counter[str]()
     keeps, early, most = asked.get("keeps"), asked.get("early", 0), asked.get("most", math.inf)
 
@@ -145,7 +145,7 @@ def _kept(name: str | None, model: Any, optimizer: Any) -> int:
 
 
 def _split(chosen: Candidate, axes: dict[str, int], ranks: int) -> Candidate:
-    """Hold a candidate to parameters that are split along an axis."""
+    """Require that a candidate splits its parameters along an axis."""
 
     def build(module: nn.Module, *rest: Any) -> Any:
         whole = {name: p.shape for name, p in module.named_parameters()}
@@ -189,8 +189,8 @@ def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks:
 
 
 def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: int = 1) -> Callable[..., None]:
-    """An all-reduce whose result is changed, by a function of it, of what the rank had, of rank and world, and which
-    sends every piece so many times."""
+    """Broken variant of an all-reduce: `change(result, own, rank, world)` alters the result, and every piece is sent
+    `times` times."""
 
     def broken(flat: Tensor, exchange: Any, rank: int, world: int) -> None:
         def send(piece: Tensor, into: Tensor) -> None:
@@ -206,7 +206,7 @@ def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: 
 
 
 def _ddp(change: Callable[..., object], first: int, cls: Any) -> Any:
-    """A wrapper whose reduced gradients are changed, from the one with this number on."""
+    """Broken variant of a wrapper: `change` alters its reduced gradients, from number `first` on."""
 
     class Broken(cls):  # type: ignore[misc]
         def finish_gradient_synchronization(self) -> None:
@@ -227,7 +227,7 @@ def _stale(gradient: Tensor, own: Tensor, parameter: Any) -> None:
 
 
 def _unsent(what: str, cls: Any) -> Any:
-    """A wrapper that leaves parameters or buffers as each rank had them."""
+    """Broken variant of a wrapper: it leaves parameters or buffers as each rank had them."""
 
     class Broken(cls):  # type: ignore[misc]
         def __init__(self, module: Any) -> None:

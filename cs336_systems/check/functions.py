@@ -89,7 +89,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _steps(module: ModuleType, group: Group, live: bool = False, idle: bool = False) -> None:
-    """Lists that can be played to their end; `live`: with few live microbatches; `idle`: with no needless waiting."""
+    """Simulate the lists: no deadlock; `live`: few live microbatches; `idle`: no more idle time than 1F1B."""
     for stages, microbatches in PIPELINES:
         lists = [[Action(*each) for each in module.steps(r, stages, microbatches)] for r in range(stages)]
         where, most = f"{stages} stages, {microbatches} microbatches", max(len(each) for each in lists)
@@ -107,7 +107,7 @@ def _steps(module: ModuleType, group: Group, live: bool = False, idle: bool = Fa
 
 
 def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = False, counted: bool = False) -> None:
-    """Loss and gradient against torch's on the whole; `last`: all targets are the last rank's; `counted`: traffic."""
+    """Compare loss and gradient with torch's of all logits; `last`: targets on the last rank only; `counted`: bytes."""
     tokens, local, world = 12, 32, group.size()
     logits = Part(scale * _random(tokens, local * world), group, 1)
     targets = torch.randint(local * world, (tokens,), generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = Fal
 
 
 def _attention(module: ModuleType, group: Group, scale: float = 1.0, counted: bool = False) -> None:
-    """Output and gradients against torch's on the whole sequence, or the traffic."""
+    """Compare output and gradients with torch's of the whole sequence; `counted`: the traffic, too."""
     heads, dim, world = 2, 3, group.size()
     q, k, v, weight = _random(4, heads, 4 * world, dim).unbind()
     parts = [Part(each.detach(), group, 1) for each in (scale * q, k, v)]
@@ -143,7 +143,7 @@ def _attention(module: ModuleType, group: Group, scale: float = 1.0, counted: bo
 
 
 def _experts(module: ModuleType, group: Group, crowd: bool = False, absent: bool = False) -> None:
-    """Results and gradients against all rows and experts in one process. `crowd`: every row goes to expert 1;
+    """Compare results and gradients with those of one process. `crowd`: every row goes to expert 1;
     `absent`: the last rank has no rows."""
     rank, world, local, dim = group.rank(), group.size(), 2, 3
     sizes = [0 if absent and each == world - 1 else 5 + 3 * each for each in range(world)]
@@ -184,7 +184,7 @@ def _is(state: Any, step: int) -> bool:
 def _reload(module: ModuleType, group: Group) -> None:
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         hold(module.load(Path(name)) is None, "load of an empty folder is not None")
-        module.save(_state(0), Path(name))  # here, where an error of it is seen
+        module.save(_state(0), Path(name))  # in this process, which reports its error
         for step in (1, 2, 3):
             code = _forked(partial(module.save, _state(step), Path(name)))  # so that the folder alone has the state
             hold(code == 0, f"the save of step {step} fails")
@@ -204,8 +204,8 @@ def _forked(act: Callable[[], object]) -> int:
 
 
 def _traced(module: ModuleType, folder: Path, last: int | None = None) -> list[tuple[str, int]]:
-    """Save step 2; returns file and number of the lines of Python that run for it. Before the one with the number
-    `last` in this order the process is killed."""
+    """Save step 2; returns file and number of each line of Python that runs, in order. With `last`, kill the process
+    before the line at this index."""
     lines: list[tuple[str, int]] = []
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -224,7 +224,7 @@ def _traced(module: ModuleType, folder: Path, last: int | None = None) -> list[t
 
 
 def _killed(module: ModuleType, group: Group) -> None:
-    """Kill a forked process before some of the lines that a save runs, all in the student's file and others drawn."""
+    """Kill a forked process before some of the lines that a save runs, drawn from the student's file and from all."""
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         for _ in range(2):  # the first one also imports
             module.save(_state(1), Path(name))

@@ -50,7 +50,7 @@ def clean_torch() -> Iterator[None]:
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
     """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others."""
-    import_module("torch._dynamo")  # which optimizers load: once here, not in every rank
+    import_module("torch._dynamo")  # optimizers load it: once here, not in every rank
     found: list[tuple[Case, list[Notes]]] = []
     rest = list(cases)
     while rest:
@@ -64,14 +64,14 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
                 case = rest.pop(0)
                 found.append((case, [_read(Path(name, f"{case.name}-{rank}"), rank, first) for rank in range(world)]))
                 if any(notes.error for notes in found[-1][1]):
-                    rest = [] if case.name == FIRST.name else rest  # what cannot train has no other property
+                    rest = [] if case.name == FIRST.name else rest  # if training fails, so does the rest
                     break
     return found
 
 
 def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, timeout: float) -> None:
     tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
-    faulthandler.disable()  # a rank that gloo aborts has told why
+    faulthandler.disable()  # gloo has printed why it aborts a rank
     sys.stdout = sys.stderr = sink = open(os.devnull, "w")  # noqa: SIM115
     os.dup2(sink.fileno(), 1)
     os.dup2(sink.fileno(), 2)

@@ -189,7 +189,7 @@ def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdi
     status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if is_weak else RIGHT
     says = error + "; it hung and was killed" * (HUNG in errors and error != HUNG)
     says += f", while rank {silent} went on as if nothing had happened" if silent else ""
-    if status in (FAILED, REFUSED) and says.startswith(BROKEN):  # what runs and does not do what is asked is wrong
+    if status in (FAILED, REFUSED) and says.startswith(BROKEN):  # it runs, but breaks a condition of the exercise
         return Verdict(case.name, WRONG, says.removeprefix(BROKEN))
     return Verdict(case.name, status, says, DIED if is_gone(error) else case.page)
 

@@ -8,7 +8,7 @@ memory that nobody has written to is P. Over all ranks of the group
 
     all-reduce, all-gather    give R
     reduce-scatter            gives V, this rank's share
-    broadcast                 gives R, but of P, which is one rank's part of a sum, P
+    broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
 Rows are P, and weights that each rank has drawn itself are V. A gradient that an optimizer uses must not be P, and a
 weight that a layer uses must be R. Not seen: factors, waits, and sums that are made of messages.
@@ -211,7 +211,7 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
 
 
 def _typed(case: Case, weights: Weights) -> Case:
-    """A case whose rows are P, and whose weights are V where ranks have other seeds, else R."""
+    """A case whose rows are P, and whose weights are V where ranks have different seeds, else R."""
 
     def prepare(module: Any, rank: int) -> None:
         case.prepare(module, rank)

@@ -108,7 +108,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[Group]:
         raise UserError(f"rank {rank} does not exist among {world_size} ranks")
     if dist.is_initialized():
         raise UserError("a process group of real ranks is running: imitate ranks before it starts, or after its end")
-    hook = sys.excepthook  # which torch replaces by one that adds the rank to every error
+    hook = sys.excepthook  # torch replaces it by one that adds the rank to every error
     dist.init_process_group(FAKE, store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield default_group()

@@ -57,7 +57,7 @@ def first_host(nodes: str) -> str:
 
 
 def find_place() -> Place:
-    """Place that torchrun or Slurm gave this process, or that of a lone one. Raises UserError if it is impossible."""
+    """Place that torchrun or Slurm gave this process; without them it is alone. Raises UserError if it is invalid."""
     env = os.environ
     if "RANK" in env:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")

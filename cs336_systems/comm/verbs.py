@@ -95,7 +95,7 @@ class Work:
         recorder.mine.advance(self.entry, FINISHED)
 
     def _compare(self) -> None:
-        """Raises CommError if another rank of this machine has launched other collectives, up to this number."""
+        """Raises CommError if another rank of this machine has launched different collectives, up to this number."""
         for rank, ring in recorder.others.items() if self.history else ():
             if (other := ring.other(self.event.group, self.number, self.history)) is not None:
                 theirs = f"{other.verb} no. {other.number} ({other.label or 'no label'}, {other.nbytes:,} bytes"

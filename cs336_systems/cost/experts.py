@@ -38,7 +38,7 @@ def row_bytes(config: ModelConfig, rows: int, width: int = 2) -> int:
 
 
 def expert_flops(config: ModelConfig, rows: int) -> int:
-    """FLOPs of the experts of one layer, forward, for so many rows."""
+    """FLOPs of the experts of one layer, forward, for a number of rows."""
     matrices = 3 if config.feed_forward == "swiglu" else 2
     return 2 * rows * matrices * config.d_model * config.expert_d_ff
 

@@ -21,7 +21,7 @@ from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular, strict_json
 
 DEFAULT_SYSTEM = "A100-80GB"
-GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its driver reports it
+GIB = 2**30  # a GB of an accelerator's memory in data sheets, as its driver reports it
 HERE = "here"  # the name of this machine, to be probed, where presets have theirs
 SECONDS = 20.0  # of a probe
 LATER = ("narrow_flops", "narrow_attainable", "power", "reserve")  # figures that files of machines may lack
@@ -59,14 +59,14 @@ class System:
     attainable: float  # the share of these that the largest GEMMs reach
     bandwidth: float  # bytes/s of its memory
     memory: float  # bytes
-    processors: int  # that share the tiles of a GEMM: streaming multiprocessors
+    processors: int  # they share the tiles of a GEMM: streaming multiprocessors
     node: int  # accelerators that the faster network joins
-    inside: Link  # a node: seconds a message needs at least, bytes/s out of one accelerator
+    inside: Link  # a node: least seconds of a message, bytes/s out of one accelerator
     between: Link  # nodes, the same
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # of each figure
     touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
     measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
-    overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
+    overlap: Overlap = "data"  # transfers that frameworks of its time hide behind computing
     constants: Constants = CONSTANTS  # used to predict its times; not in its file
     narrow_flops: float = 0.0  # FLOP/s of 8-bit GEMMs; 0: it has none
     narrow_attainable: float = 0.0  # the share of these that the largest reach
@@ -74,11 +74,11 @@ class System:
     reserve: float = 0.06  # share of its memory that context, communication library and fragmentation take
 
     def peak(self, number: int) -> float:
-        """FLOP/s of the data sheet for GEMMs on numbers of so many bytes."""
+        """FLOP/s of the data sheet for GEMMs on numbers of this many bytes."""
         return {1: self.narrow_flops, 2: self.matmul_flops, 4: self.wide_flops}[number]
 
     def rate(self, number: int) -> float:
-        """FLOP/s of large GEMMs on numbers of so many bytes."""
+        """FLOP/s of large GEMMs on numbers of this many bytes."""
         return self.peak(number) * (self.narrow_attainable if number == 1 else self.attainable)
 
     def check_fp8(self, fp8: bool) -> None:

@@ -243,7 +243,7 @@ def repeated(rank: Rank, group: Group, recompute: str) -> Repeated:
         sent = tuple(one for each in operators for one in each.sent)
         return Repeated(operators, sum(each.kept for each in operators) - rank.resting, sent)
     modules = set(rank.plan.recompute_modules or ("core_attn",))
-    modules -= {"moe_act"} if "moe" in modules else set()  # which it is part of
+    modules -= {"moe_act"} if "moe" in modules else set()  # a part of "moe"
     found = [_module(rank, operators, module) for module in MODULES if module in modules]
     return Repeated(
         tuple(one for each in found for one in each.operators),

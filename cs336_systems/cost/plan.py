@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that reduce a dense weight's gradient together: for other rows or parts of a sequence."""
+        """Number of ranks that reduce a dense weight's gradient together: of different rows or parts of a sequence."""
         return self.data * self.cp
 
     @property

@@ -138,7 +138,7 @@ class GemmLaw(NamedTuple):
 
 def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
     """Fit the law of `operator_time.product_rate` to some GEMMs, small and large ones counting alike. `tile` is the
-    count of numbers that all processors compute at once, `start` the seconds to launch an operator."""
+    number of elements that all processors compute at once, `start` the seconds to launch an operator."""
 
     def fitted(ramp: float, wave: float) -> GemmLaw:
         logs = []

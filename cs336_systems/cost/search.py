@@ -1,4 +1,4 @@
-"""Search all layouts of a model on so many accelerators: the best, and why the rest lose.
+"""Search all layouts of a model on a number of accelerators: the best, and why the rest lose.
 
 Each configuration has one of three outcomes: it does not divide; or some rank needs more memory than there is; or it
 runs, and `step_time` predicts its time. For each value of each choice, the fastest configuration with that value is

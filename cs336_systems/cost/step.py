@@ -38,7 +38,7 @@ class Hardware:
             raise ValueError(f"{self.name}: {self.matmul_flops} FLOP/s and {self.bandwidth} bytes/s must be positive")
 
     def waiting(self, launches: int, busy: float) -> float:
-        """Seconds that launching so many operators adds to the `busy` seconds of computing them: all of it, or on an
+        """Seconds that launching this many operators adds to the `busy` seconds of computing them: all of it, or on an
         asynchronous device only the time in which it has nothing to do."""
         given_out = launches * self.launch
         return max(0.0, given_out - busy) if self.asynchronous else given_out

@@ -74,7 +74,7 @@ _known: dict[Any, Any] = {None: None}
 def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; on meta and fake tensors torch runs it only once for each kind of arguments.
 
-    torch finds a result's shape by decompositions in Python, which take 0.1 ms an operator and more. An operator's
+    torch finds a result's shape by decompositions in Python, which take 0.1 ms per operator and more. An operator's
     results for arguments of the same sizes, strides and dtypes are alike; looking one up takes a fifth of the time.
     """
     key: Any = None

@@ -1,4 +1,4 @@
-"""Dropout and random numbers that depend on the place in the run only: equal in all layouts and when recomputed.
+"""Dropout and random numbers that depend only on the place in the run: equal in all layouts and when recomputed.
 
 Each element's number is a hash of (seed, step, row of the global batch, site, global position), as in counter-based
 generators (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). A rank that computes a slice of an

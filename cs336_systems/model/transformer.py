@@ -81,7 +81,7 @@ class Embedding(nn.Module):
             x = x + (self.positions.weight[: places.length] if whole else self.positions(places.position))
         elif config.positions == "sinusoidal":
             # Attention Is All You Need (arXiv:1706.03762), sections 3.4 and 3.5, sines first as in fairseq: the
-            # embedding is scaled so that the fixed waves of size one do not drown it.
+            # embedding is scaled, as it would be small beside sines and cosines of size one.
             turn = angles(places.position, config.d_model, 10_000.0)
             x = x * math.sqrt(config.d_model) + torch.cat((turn.sin(), turn.cos()), dim=-1).to(x.dtype)
         if config.token_types:
@@ -111,7 +111,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
         p, site = self.dropout if self.training else 0.0, f"blocks.{self.layer}"
         starts = starts_of(shared.places, self.part, x.shape[1])
-        # The branches' results have no names, which would keep their memory while the next branch computes.
+        # No variable holds a branch's result: it would keep the memory while the next branch computes.
         x = x + drop(self.attention(self.attention_norm(x), shared), p, shared.key, f"{site}.attention branch", starts)
         routed = (shared.real, shared.key, shared.places) if isinstance(self.feed_forward, MoELayer) else ()
         y = self.feed_forward(self.feed_forward_norm(x), *routed)

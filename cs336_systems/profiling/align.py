@@ -33,7 +33,7 @@ class Matched:
     """One collective as several ranks saw it."""
 
     key: str
-    spans: dict[int, Span]  # in which each rank joined it
+    spans: dict[int, Span]  # by rank: the span in which it joined
     waits: dict[int, Span] = field(default_factory=dict)  # our annotations, if waiting blocks a thread: not with NCCL
     joins: bool = False  # no rank can leave before all have entered
 

@@ -26,8 +26,8 @@ class Node:
     children: list["Node"] = field(default_factory=list)
     phase: str = "other"  # or one of PHASES
     direction: str = "forward"  # or "backward": the pass of its modules that it is part of
-    modules: Modules = ()  # that its time counts for
-    kernels: tuple[Span, ...] = ()  # what the span itself launched on a device
+    modules: Modules = ()  # its time counts for these
+    kernels: tuple[Span, ...] = ()  # launched on a device by the span itself
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # number of such spans directly inside
     busy: int = 0  # nanoseconds inside it but in none of the spans inside

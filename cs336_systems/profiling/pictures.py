@@ -25,7 +25,7 @@ from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
 from cs336_systems.profiling.timeline import Sort, timeline
 from cs336_systems.profiling.trace import Trace
 
-# Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
+# Phases in colours that are distinct in all common forms of colour vision (after Okabe and Ito 2008).
 PAINTS = {"forward": "#56B4E9", "backward": "#E69F00", "synchronise": "#DD92BD", "optimizer": "#3DB892"}
 OTHER = "#C4C4C4"
 INK, GREY = "#222222", "#888888"

@@ -86,7 +86,7 @@ class Trace:
     rank: int
     world_size: int
     host: str
-    ours: dict[str, Any]  # what `Capture` added
+    ours: dict[str, Any]  # data that `Capture` added
     chrome: dict[str, Any]  # the rest of the file's JSON; `read_trace` drops its events, which are all in the above
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`

@@ -1,4 +1,4 @@
-"""Pipeline schedules as lists of actions (`lists.py`), played and drawn (`simulation.py`)."""
+"""Pipeline schedules as lists of actions (`lists.py`), simulated and drawn (`simulation.py`)."""
 
 from cs336_systems.schedule.lists import Action, gpipe, interleaved, one_f_one_b, schedule, zero_bubble, zero_bubble_v
 from cs336_systems.schedule.simulation import simulate

@@ -2,7 +2,7 @@
 
 A schedule is a list of actions per stage. All have a warm-up of forwards, a steady state in which forwards and
 backwards alternate, and a cool-down of backwards; they differ in the length of the warm-up. `pipeline.py` executes one
-stage's list, `simulation.py` plays all of them. Sends must not block: in 1F1B with two stages, stage 0 sends its second
+stage's list, `simulation.py` simulates all. Sends must not block: in 1F1B with two stages, stage 0 sends its second
 forward while stage 1 sends its first backward.
 """
 
@@ -63,9 +63,9 @@ def zero_bubble(stage: int, stages: int, microbatches: int) -> list[Action]:
 
 def zero_bubble_v(stage: int, stages: int, microbatches: int) -> list[Action]:
     """ZBV: zero bubble with two chunks on each stage, in a V: chunk 0 goes down the stages and chunk 1 comes back up,
-    so that stage 0 has the model's first and last blocks, and the loss (ZB-V in Qi et al., arXiv:2401.10241). Where
-    forward and both parts of backward take equal times, half as idle as ZB-H1; every stage keeps at most 2 p chunks of
-    activations, which are p microbatches, as ZB-H1 does."""
+    so that stage 0 has the model's first and last blocks, and the loss (ZB-V in Qi et al., arXiv:2401.10241). If
+    forward and both parts of backward take equal times, it idles half as long as ZB-H1; every stage keeps at most 2 p
+    chunks of activations, which are p microbatches, as ZB-H1 does."""
     return _one_stage("zbv", stage, stages, microbatches, 2)
 
 
@@ -105,8 +105,8 @@ def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int,
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
     """Idle share of the pipeline's time, ((p - 1) / v) / (m + (p - 1) / v) for p equal stages, m microbatches, v chunks
     and messages that take no time. arXiv:2104.04473, section 2.2, divides by the busy time instead: (p - 1) / (v m).
-    ZB-H1, whose forward and two parts of backward take equal times, is idle for one of these p - 1 times, not three,
-    and ZBV for half of one; with too few microbatches, below p and 3 p / 2, for longer."""
+    If forward and both parts of backward take a time t each, ZB-H1 is idle for (p - 1) t instead of 3 (p - 1) t, ZBV
+    for half of that; longer with fewer than p (ZBV: 3 p / 2) microbatches."""
     _check(name, stages, microbatches, chunks)
     if name in SPLIT:
         fill = 2 * stages - 1 - microbatches
@@ -183,7 +183,7 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
 
 
 def _in_a_v(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """ZBV by its phases: how often a rank does what. F0 is a forward in chunk 0, B1 the gradients of inputs in chunk 1,
+    """ZBV by its phases: (number of times, actions). F0 is a forward in chunk 0, B1 the gradients of inputs in chunk 1,
     W1 those of its weights; each takes its microbatches in order. Fewer than 2 p - 1 microbatches leave some out."""
     many, later = max(microbatches, 2 * stages - 1), stages - stage
     phases = (

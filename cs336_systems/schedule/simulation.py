@@ -85,12 +85,12 @@ def simulate(
     schedules: Sequence[Sequence[Action]], forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0, transfer: float = 0.0, turn: bool = False,
 ) -> Simulation:  # fmt: skip
-    """Play the lists of all stages, each action as soon as its stage is free and its input has arrived. `forward` and
-    `backward` are the times of one microbatch in a whole stage, all chunks together, in any unit: one number, or one
-    per stage; the parts of a backward that is split take half of it each. A message between stages takes `transfer` and
-    keeps neither of them busy. With `turn` the chunks lie in a V, as ZBV's do. Raises ScheduleError if a list repeats
-    or lacks an action, has a backward before its forward, or if the lists deadlock, naming the action that each stage
-    waits for. Raises UserError for a time that is not positive."""
+    """Simulate the lists of all stages: an action starts when its stage is free and its input has arrived. `forward`
+    and `backward` are the times of one microbatch in a whole stage, all chunks together, in any unit: one number, or
+    one per stage; the parts of a backward that is split take half of it each. A message between stages takes
+    `transfer` and keeps neither of them busy. With `turn` the chunks lie in a V, as ZBV's do. Raises ScheduleError if
+    a list repeats or lacks an action, has a backward before its forward, or if the lists deadlock, naming the action
+    that each stage waits for. Raises UserError for a time that is not positive."""
     stages, chunks = len(schedules), _count_chunks(schedules)
     if transfer < 0:
         raise UserError(f"transfer must be at least 0, not {transfer}")

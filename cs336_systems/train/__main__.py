@@ -136,8 +136,8 @@ def usable_by_rank(recipe: Recipe, ranks: int) -> int:
 def least_memory(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
     """Lower bound of a rank's memory, in bytes by part: an equal share of the whole model's state."""
     parameters = sum(count_parameters(config).values()) // (layout.tp * layout.pp * layout.ep)
-    width, state = (2, 12) if recipe.model.half else (4, 8)  # bytes a parameter
-    parts = {"parameters": (width, 3), "gradients": (width, 2), "optimizer state": (state, 1)}  # from which ZeRO stage
+    width, state = (2, 12) if recipe.model.half else (4, 8)  # bytes per parameter
+    parts = {"parameters": (width, 3), "gradients": (width, 2), "optimizer state": (state, 1)}  # bytes, ZeRO stage
     shares = {part: size / (layout.data if layout.zero >= stage else 1) for part, (size, stage) in parts.items()}
     return {part: int(parameters * share) for part, share in shares.items()} | {"activations": 0}
 

@@ -81,7 +81,7 @@ class Loop:
         self.recipe, self.world = self.trainer.recipe, self.trainer.mesh.world
         self.unchecked: deque[tuple[int, Step]] = deque()
         self.saving: int | None = None  # the step of a save under way
-        self.save_seconds = 0.0  # seconds that training has stood still for it
+        self.save_seconds = 0.0  # seconds that training has stopped for it
         self.since: list[Step] = []  # steps since the last log line
         self.note = ""
 
@@ -117,7 +117,7 @@ class Loop:
         return self.done >= run.steps
 
     def _save(self, number: int, last: bool) -> None:
-        """Save, or begin to with --background-save, unless the last steps were skipped: the weights may be ruined."""
+        """Save, or begin to with --background-save, unless the last steps were skipped: the weights may be damaged."""
         if self.trainer.overflows > 1:
             why = f"the last {self.trainer.overflows} gradients were inf or NaN; earlier checkpoints are as they were"
             write_line({"step": number, "save_failed": why}, self.log)

@@ -214,7 +214,7 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     line: Line = {option.name: option for option in options}
     given = [line[name] for name in SHAPE[1:4] if name in line]
     missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
-    if given and missing and not _either(line, *SIZE):  # half a shape would change the default preset
+    if given and missing and not _either(line, *SIZE):  # an incomplete shape would change the default preset
         raise UserError(f"{given[0]} is part of a shape; give {' and '.join(missing)} as well, or --size NAME alone")
     own = {WARMUP.get(name, name): option for name, option in reversed(line.items())}
     tokens, ignored, replaced = list[str](), dict[str, list[str]](), list[str]()

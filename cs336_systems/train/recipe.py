@@ -108,7 +108,7 @@ class Recipe:
         batch = self.data.batch_size or (micro_batch * data if micro_batch else self.model.preset.batch_size)
         if micro_batch is None:
             most = batch // data if parallel.pp == 1 else max(1, batch // data // (4 * parallel.pp))
-            # The interleaved schedule needs a multiple of so many microbatches.
+            # The interleaved schedule needs a multiple of this number of microbatches.
             in_turn = parallel.pp if parallel.chunks > 1 and parallel.schedule_name == "interleaved" else 1
             micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
         return Layout(

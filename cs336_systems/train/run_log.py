@@ -29,7 +29,7 @@ TEMPERATURE = 0.8  # of the softmax from which a sample is drawn
 
 @contextmanager
 def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Iterator[IO[str]]:
-    """Open the log file on rank 0, for this run alone, and make its folders; other ranks write to nowhere. Every rank
+    """Open the log file on rank 0, for this run alone, and make its folders; other ranks write nothing. Every rank
     must enter. A run that goes on after `done` steps appends, after removing lines of later steps, which it will take
     again. If another run has the file, this raises UserError if the user `named` it; otherwise this run's name gets a
     number. Also raises UserError, on every rank, if it cannot be written."""

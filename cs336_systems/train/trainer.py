@@ -172,7 +172,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Compute losses on the evaluation text, without dropout: nats a target, nats a pair. Empty without a text."""
+        """Losses on the evaluation text, without dropout: nats per target, nats per pair. Empty without a text."""
         if (rows_of := self.batches.validation) is None:
             return {}
         self.stage.eval()

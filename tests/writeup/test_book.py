@@ -88,7 +88,7 @@ def test_a_table_says_where_it_comes_from(book):
     cited = book.cite("norms", columns=1024)
     table = plain(str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited)))
     assert "| who | time |\n| :-- | --: |\n| eager | 12.0 ms |\n| fused | 5.00 ms |" in table
-    threads = "2 threads a process; commit aaaaaaa (2026-01-02)."
+    threads = "2 threads per process; commit aaaaaaa (2026-01-02)."
     assert f"Measured on the CPU [Test &lt;CPU>, 2 cores](#introduction), {threads}" in table
     book.places["another machine"] = 1  # which the reader must tell apart
     place = r"Measured on a CPU: Test &lt;CPU>, 2 cores; torch 2.13, Python 3.11.7"

@@ -1,1 +1,1 @@
-"""One chapter a file: `content(book)` returns what the template of the same name shows."""
+"""One chapter per file: `content(book)` returns what the template of the same name shows."""

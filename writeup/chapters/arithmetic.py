@@ -115,7 +115,7 @@ def _many(axes: Any) -> None:
 
 
 def _tokens(axes: Any, answer: Answer) -> None:
-    """Both axes' communication over compute, by tokens a device, on the mesh of the 2025 question."""
+    """Both axes' communication over compute, by tokens per device, on the mesh of the 2025 question."""
     found = answer.numbers
     gather = [found["given_overlapped"] / tokens for tokens in TOKENS]
     axes.plot(TOKENS, gather, label="FSDP's gather")

@@ -73,7 +73,7 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
         )
     columns = ("<size", "<pass", "n", "mean ± deviation", "median", "predicted (of measured)")
     notes = [
-        f"n: samples; of fewer than {FEW} there is no deviation. 2024's cells are predicted by the large cost model, "
+        f"n: samples; fewer than {FEW} have no deviation. 2024's cells are predicted by the cost model for large runs, "
         "for an H100 with products in TF32."
     ]
     return Table(book, (*columns, "2024, one GPU (predicted)"), rows, cited, notes=notes if rows else [])

@@ -15,7 +15,7 @@ LIMIT = 600  # configurations of a search: enough for every layout, so that a bu
 
 
 class Case(NamedTuple):
-    """A model on so many of a machine, with sequences of a global batch."""
+    """A model on a number of GPUs of a system, with a global batch in sequences."""
 
     size: str
     gpus: int

@@ -41,7 +41,7 @@ def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> list[str]:
 
 
 def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> str:
-    """Ticks, or a sign for why there is none; and the number of what there is to say."""
+    """Ticks, or the sign of the reason why there are none, and the number of the cell's note."""
     cell = row.cells[name]
     signs = [_tick(report, row, node) for node in cell.tests] or [UNPROVEN if cell.is_defined else NONE]
     signs += [BITS] * cell.note.startswith(BITS)
@@ -71,7 +71,7 @@ def published(book: Book) -> str:
     table = book.published.table("precipice-blades", "equality")
     found = joined(f"{row.values['difference'].text.split()[0]} on {row.keys['ranks']}" for row in table.rows)
     where = f"`{table.source.title}`, {table.source.year}, {markdown_text(table.hardware)}"
-    return f"{found} GPUs as the largest difference to one ({where})"
+    return f"{found} GPUs as the largest difference from one GPU ({where})"
 
 
 def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:

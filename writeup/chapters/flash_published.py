@@ -15,7 +15,7 @@ from writeup.cells import NONE, quoted
 from writeup.tables import Table
 
 PASSES = 3  # of products with weights, in forward passes: one, and a backward of two
-ATTENTION_PASSES = 3.5  # of attention: two products forward, five backward, as FlashAttention makes the scores anew
+ATTENTION_PASSES = 3.5  # of attention: two products forward, five backward, as FlashAttention recomputes the scores
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int) -> float:

@@ -16,11 +16,11 @@ FORWARD, BACKWARD = "forward", "backward"
 WIDTH = {"fp32": 4, "bf16": 2}
 QUADRATIC = ("eager", "sdpa-math")  # they keep the softmax for backward
 GRID = [(dim, seq) for dim in DIMS for seq in COURSE_SEQUENCES]  # of the course: 4 widths, 5 lengths
-GPU = "H100"  # whose memory the course's grid is held against
+GPU = "H100"  # with whose memory the course's grid is compared
 
 
 def kept_bytes(config: dict[str, Any]) -> int | None:
-    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and a number a query.
+    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and one number per query.
 
     None where the compiler decides, and for half precision with the softmax, which may be kept in two dtypes.
     """
@@ -103,5 +103,5 @@ def limits() -> str:
         f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Doubling "
         f"the length further, the first that does not fit in an {system.name} with {format_bytes(system.memory)} is "
         f"{first:,}: "
-        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)} of it."
+        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)}."
     )

@@ -215,8 +215,8 @@ def student_said(book: Book) -> str:
         found = theirs.value("peak", candidate="fsdp", ranks=ranks, precision="fp32")
         if base and found:
             saved = sum(zero_memory(count, 0, ranks, 0).values()) - sum(zero_memory(count, 0, ranks, 3).values())
-            shares.append(f"{(base.value - found.value) / saved:.0%} on {ranks} ranks")
+            shares.append(f"{(base.value - found.value) / saved:.0%} ({ranks} ranks)")
     return (
-        f"In fp32 the published peak falls by {joined(shares)} of what the formula saves at rest: a peak also has "
-        "activations, gathered weights and a whole gradient before its reduce-scatter."
+        f"In fp32 sharding lowers the published peak by {joined(shares)} of what the formula saves at rest: a peak "
+        "also has activations, gathered weights and a whole gradient before its reduce-scatter."
     )

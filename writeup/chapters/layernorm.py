@@ -32,7 +32,7 @@ MODES = ("forward", "backward", "forward-backward")
 MODEL = {"year": 2024, "precision": "fp32", "compile": False, "recompute": "none", "warmup": 2, "mode": MODES}
 MODEL |= {"batch_size": 16, "context": 128}
 PROFILE = "python -m benchmarks.profiling_run --size small --attention naive"
-# How often a tensor as large as x travels. Eager RMSNorm: square (read, write), mean (read), times 1 / rms (read,
+# Reads and writes of a tensor as large as x. Eager RMSNorm: square (read, write), mean (read), times 1 / rms (read,
 # write), times the weight (read, write). Fused: read x, write y.
 EAGER_TRIPS, FUSED_TRIPS = 7, 2
 

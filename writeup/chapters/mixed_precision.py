@@ -146,4 +146,4 @@ def expected(both: Pairs) -> str:
         if (wanted := predicted_ratio(high, low))
     }
     named = [f"{ratio:.2f} for {mode} at `{size}`" for (size, mode), ratio in ratios.items()]
-    return f"Predicted over measured factor: {joined(named)}." if named else ""
+    return f"The predicted speed-up over the measured one is {joined(named)}." if named else ""

@@ -77,7 +77,7 @@ def unnamed(where: str) -> str:
 
 
 def kinds(suspects: Sequence[Suspect]) -> str:
-    """Number of each kind: `12 "cannot be", 11 "does not fit" and 1 "is empty"`."""
+    """Number of each kind: `12 *impossible*, 11 *inconsistent* and 1 *empty*`."""
     counts = {words: sum(each.kind == kind for each in suspects) for kind, words in KINDS.items()}
     return joined(f"{count} *{words}*" for words, count in counts.items() if count)
 

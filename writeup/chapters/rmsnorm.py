@@ -1,4 +1,4 @@
-"""RMSNorm as one kernel: its two gradients derived, its speed of light, and what others reached."""
+"""RMSNorm as one kernel: its two gradients derived, the lower bound of its time, and what others reached."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ FORWARD, BOTH = "forward", "forward-backward"
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables of what others published, our own beside it, and the speed of light."""
+    """Tables of what others published, our own beside it, and the lower bound."""
     system = system_preset("H100")
     here = book.cite("norms", {"candidate": (*OURS, "copy"), "dtype": "fp32", "pass": (FORWARD, BOTH)})
     kernel = here.only(candidate="ours")

@@ -1,4 +1,4 @@
-"""Grid of layouts, evaluated by the cost model while the page is built, and pipelines played by `schedule.simulate`.
+"""Grid of layouts, evaluated by the cost model while the page is built, and pipelines simulated by `schedule.simulate`.
 
 The page looks numbers up and never interpolates: there is no second implementation that could differ from the first.
 """

@@ -17,7 +17,7 @@ def with_play(page: str) -> str:
     head, found, rest = page.partition("</head>")
     body, end, last = rest.rpartition("</body>")
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("play.css", "play.js"))
-    # Jinja2 and pandoc have done their work: nothing here is anybody else's text.
+    # Jinja2 and pandoc have run before: the text that is added here is this project's own.
     return (
         f"{head}<style>\n{style}</style>\n{found}{body}"
         f'<script type="application/json" id="playdata">{data()}</script>\n<script>\n{script}</script>\n{end}{last}'

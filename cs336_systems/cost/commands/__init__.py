@@ -1,1 +1,1 @@
-"""The commands of `python -m cs336_systems.cost`, one a file."""
+"""The commands of `python -m cs336_systems.cost`, one per file."""

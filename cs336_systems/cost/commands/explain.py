@@ -124,7 +124,7 @@ class Derivation:
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
 
     def collectives(self, part: TimedPart, axis: str) -> dict[str, Counter[Collective]]:
-        """How often a part of the model launches each collective along an axis, by pass."""
+        """Number of times that a part of the model launches each collective along an axis, by pass."""
         operators = [each.operator for each in part.operators]
         sent = {"forward": [each.sent for each in operators], "backward": [each.returned for each in operators]}
         sent["recompute"] = [part.sent_again]

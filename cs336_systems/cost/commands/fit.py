@@ -90,7 +90,7 @@ def _prior(machine: MachineOptions, system: System | None, found: Sequence[Obser
 
 
 def _notes(found: Sequence[Observation]) -> str:
-    """Assumptions made of runs, equal ones together."""
+    """Assumptions about runs, each listed once."""
     notes: dict[str, dict[str, None]] = {}
     for each in found:
         for note in each.notes:

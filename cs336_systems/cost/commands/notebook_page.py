@@ -18,7 +18,7 @@ from cs336_systems.host.console import flag
 from cs336_systems.presets import model_preset
 
 SEED = "seed"  # the preset of the notebook
-MACHINE = "A100-40GB"  # whose data sheet the notebook has
+MACHINE = "A100-40GB"  # the machine of the notebook's data sheet
 OPERATORS = 5  # side by side at most
 KINDS: dict[nb.Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
     "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),

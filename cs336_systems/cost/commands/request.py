@@ -45,7 +45,7 @@ class Request:
         return sum(count_parameters(self.config).values())
 
     def timed(self, groups: Iterable[tuple[Group, int]]) -> list[TimedPart]:
-        """Some parts of the model, so many of each, on one rank for one microbatch; blocks that recompute are apart."""
+        """Parts of the model with their numbers, on one rank for one microbatch; blocks that recompute are separate."""
         config, plan, seq, system = self.args
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
@@ -148,7 +148,7 @@ tokens_option = click.option(
 
 
 def training(tokens: float, rate: float, ranks: int) -> dict[str, float]:
-    """Seconds and accelerator-hours of a whole training on so many tokens at `rate` per second, without a pause."""
+    """Seconds and accelerator-hours of a whole training on `tokens` at `rate` per second, without a pause."""
     return {"tokens": tokens, "seconds": tokens / rate, "accelerator_hours": tokens / rate * ranks / 3600}
 
 

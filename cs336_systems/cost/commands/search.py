@@ -1,4 +1,4 @@
-"""`search`: the ten best layouts of a model on so many accelerators, the first one's command, why the rest lose."""
+"""`search`: the ten best layouts of a model on a number of accelerators, the first one's command, why the rest lose."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any

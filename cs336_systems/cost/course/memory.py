@@ -177,7 +177,7 @@ def xxl_batch(
     X: int = 16, Y: int = 4, W: float = 18e10, C: float = 4.6e14, Mx: int = 2, My: int = 1, D: int = 16_384,
     F: int = 53_248,
 ) -> dict[str, Any]:  # fmt: skip
-    """Part (c) and (d): the fewest tokens a device for which the forward pass is bound by compute, in each reading."""
+    """Part (c) and (d): the fewest tokens per device for which compute bounds the forward pass, in each reading."""
     require(min(X, Y) >= 2, f"X = {X} and Y = {Y} must be at least 2: one device sends nothing along its axis")
     alpha, N, tp_share = C / W, X * Y, C * Y / (W * My * F)
     free_apart = 4 * alpha**2 / (Mx * My * F)

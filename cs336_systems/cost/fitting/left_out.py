@@ -27,7 +27,7 @@ def published() -> dict[str, list[TrainingRun]]:
 
 
 def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, float]]:
-    """(id, measured over predicted) of each run, from a fit without its group, which takes seconds a group; of stacks
+    """(id, measured over predicted) of each run, from a fit without its group, which takes seconds per group; of stacks
     to which nothing is fitted, as they are."""
     by_family = len({run.given["family"] for run in runs}) >= FAMILIES
     groups: dict[object, list[TrainingRun]] = {}

@@ -1,8 +1,8 @@
 """Model, plan and measured time of a run, from the arguments in its Megatron-LM log.
 
 A missing argument has the value of the versions that lack it: no sequence parallelism before 3.0, gradients summed
-after backward unless `overlap_grad_reduce` is there. Several arguments or none tell how attention ran, so the run gets
-a note on the conclusion. A user's options override a log.
+after backward unless `overlap_grad_reduce` is there. How attention ran follows from several arguments or from none, so
+a note on the run states the conclusion. A user's options override a log.
 """
 
 from collections.abc import Mapping

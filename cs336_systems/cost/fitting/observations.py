@@ -31,7 +31,7 @@ WHAT: tuple[What, ...] = get_args(What)
 # Timers of gradient reduction in versions 2.0 to 2.7, in 3.0 to core 0.4, and since then.
 _GRADIENTS = ("backward-params-all-reduce", "grads-all-reduce", "all-grads-sync")
 _WIDTHS = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an activation by precision
-_CHECK = "optimizer-unscale-and-check-inf"  # which waits for the slowest rank
+_CHECK = "optimizer-unscale-and-check-inf"  # this timer includes the wait for the slowest rank
 
 
 @dataclass(frozen=True)

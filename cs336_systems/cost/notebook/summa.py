@@ -105,7 +105,7 @@ def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
 
 
 def grids(ranks: int) -> tuple[Grid, ...]:
-    """Every grid of so many ranks: a line always, layers of squares of at least 2 x 2, a cube if there is one."""
+    """Every grid of these ranks: a line always, layers of squares of at least 2 x 2, a cube if there is one."""
     found = [Grid("1d", ranks)]
     for side in (each for each in range(isqrt(ranks), 1, -1) if ranks % each**2 == 0):
         depth = ranks // side**2

@@ -126,7 +126,7 @@ def layer_norm(config: Notebook, name: str, rows: int) -> Operator:
 
 
 def softmax(config: Notebook, name: str, rows: int) -> Operator:
-    """`rows seq`, one row a query of a head."""
+    """`rows seq`, one row per query of a head."""
     elements = rows * config.seq
     size, flops = elements * config.element_bytes, (3 * elements - rows, 4 * elements - rows)
     return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size)

@@ -73,7 +73,7 @@ def curves(
 
 
 def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequence[Pair]) -> Any:
-    """A matplotlib Figure of two panels: strong scaling of a batch, weak scaling of `each` sequences an accelerator."""
+    """A matplotlib Figure of two panels: strong scaling of a batch, weak scaling of `each` rows per accelerator."""
     kinds = {
         f"Strong: {batch} sequences of {study.seq} tokens in a step": [batch] * len(counts),
         f"Weak: {each} sequence{'s' * (each > 1)} of {study.seq} tokens for each GPU": [each * n for n in counts],

@@ -14,7 +14,7 @@ from cs336_systems.host.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
 SUFFIXES = (".svg", ".png", ".pdf")
-# Told apart by every common colour vision (Okabe and Ito 2008), and by their markers where printed in grey.
+# Distinct in all common forms of colour vision (Okabe and Ito 2008), and by their markers in grey.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 FORWARD, BACKWARD = "#56B4E9", "#0072B2"
 GREY, PALE = "#555555", "#dddddd"
