@@ -35,7 +35,6 @@ PROOF = (
 # what takes longest of long tables whose other rows stay.
 SLOW = (
     "benchmarks/test_allreduce::test_alone_it_starts",
-    "benchmarks/test_allreduce::test_under_torchrun",
     "benchmarks/test_checkpoints::",
     "benchmarks/test_compare::test_compare_inter",
     "benchmarks/test_e2e::",

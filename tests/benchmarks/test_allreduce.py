@@ -168,16 +168,6 @@ def test_alone_it_starts_the_ranks_of_every_backend_itself(in_tmp):
     assert "records appended to out/allreduce.jsonl" in done.stdout
 
 
-def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = start(*torchrun, str(SCRIPT), "--device", "cpu", *TINY, "--link", "two tins and a string", folder=in_tmp)
-    assert done.returncode == 0, done.stderr
-    check_run(read(in_tmp), (2,))
-    assert {r["config"]["link"] for r in read(in_tmp)} == {"two tins and a string"}
-    assert done.stdout.count("All-reduce (mean) of float32") == 1  # of two ranks, one prints
-    assert "float32; two tins and a string; " in done.stdout
-
-
 ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of no other
 FAILING = [
     ("echo no such rank >&2; echo ------ >&2; exit 3", "2 ranks of MPI with 4 kB ended with code 3: no such rank"),

@@ -80,11 +80,6 @@ def test_the_file_itself_runs_as_a_script(in_tmp):
     assert {path: path.stat().st_mtime for path in RESULTS.rglob("*")} == before
 
 
-def test_smoke_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run("--smoke") == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
