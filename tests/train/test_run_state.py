@@ -18,8 +18,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
 from tests.support import ranks
-from tests.support.expert_cases import assemble
-from tests.support.layout_cases import load, write_text
+from tests.support.layout_cases import assemble, load, write_text
 from tests.support.state_cases import (
     ALL,
     FIRST,
