@@ -102,29 +102,6 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--sizes", "1XB"), "error: '1XB' is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)"),
-        (("--sizes", "1MB", "10"), "error: 10 is 10 bytes, which no number of float32 elements (4 bytes each) fills"),
-        (("--sizes", "0"), "error: 0 is 0 bytes, which no number of float32 elements"),
-        (
-            ("--device", "cpu", "--backend", "nccl"),
-            "error: --backend nccl moves tensors between GPUs, and --device cpu",
-        ),
-        (("--nproc", "0"), "error: Invalid value for '--nproc': 0 is not in the range x>=1."),
-        (("--results", "file"), "error: cannot write file/allreduce.jsonl: "),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(options, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    (in_tmp / "file").write_text("")
-    assert run_command(allreduce.main, [*options]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("options", "line"),

@@ -245,28 +245,3 @@ def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
     assert record["status"] == "out-of-memory"
     assert record["flags"][0].startswith("needs ")
     assert record["predicted"]["peak_memory_bytes"] < need
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, torch, compiled, liger"),
-        (("--kernel", "softmax"), "error: Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'"),
-        (("--results", "file"), "error: cannot write file/fused.jsonl: "),
-        (("--kernel", "adamw", "--dtype", "bf16"), "error: nothing to measure: adamw is not measured in bf16"),
-        (("--kernel", "adamw", "--forward"), "error: nothing to measure: adamw has no forward pass"),
-        (("--candidate", "ours"), "error: nothing to measure: ours is not timed on a CPU, where Triton has an inter"),
-        (("--smoke", "--candidate", "compiled"), "error: nothing to measure: compiled is left out of smoke runs"),
-        (
-            ("--kernel", "swiglu", "--candidate", "torch-fused"),
-            "error: nothing to measure: torch-fused is no candidate for swiglu",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run_command(fused.main, ["--device", "cpu", *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-    assert not (in_tmp / "runs").exists()

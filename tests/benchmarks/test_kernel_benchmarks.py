@@ -250,28 +250,6 @@ def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeyp
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: norm: ours's y is off its reference")
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "line"),
-    [
-        (norms, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from layernorm, eager, torch"),
-        (norms, ("--rows", "0"), "error: Invalid value for '--rows': 0 is not in the range x>=1."),
-        (norms, ("--columns", "many"), "error: Invalid value for '--columns': 'many' is not a valid integer range."),
-        (norms, ("--dtype", "fp8"), "error: Invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16'."),
-        (norms, ("--results", "file"), "error: cannot write file/norms.jsonl: "),
-        (attention, ("--grid", "moon"), "error: Invalid value for '--grid': 'moon' is not one of"),
-        (attention, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, tiled, eager"),
-        (attention, ("--dim", "0"), "error: Invalid value for '--dim': 0 is not in the range x>=1."),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-    assert not (in_tmp / "runs").exists()
-
-
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(kernel_run, "usable_memory", lambda device: 13_000)
     assert run_command(norms.main, [*TINY_NORM]) == 0

@@ -190,36 +190,6 @@ def test_every_table_says_of_what_it_is(in_tmp):
         )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--year", "2023", "--all-sizes"), "error: no 2023 edition"),
-        (("--mode", "backward"), "error: Invalid value for '--mode': 'backward' is not one of"),
-        (("--compile",), "error: what a compiled model needs is not known beforehand"),
-        (("--results", "file"), "error: cannot write file/memory.jsonl"),
-        (("--smoke", "--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: each measures"),
-        (("--residuals", "--mode", "step"), "error: --residuals and --mode cannot be combined: residuals are of"),
-        (("--residuals", "--recompute", "none"), "error: --residuals and --recompute cannot be combined"),
-        (("--residuals", "--recompute-every", "1"), "error: --residuals and --recompute-every cannot be combined"),
-        (("--segments", "--mode", "forward"), "error: --segments and --mode cannot be combined"),
-        (("--all-sizes", "--size", "small"), "error: --all-sizes and --size cannot be combined: all sizes"),
-        (("--recompute-every", "2"), "error: --recompute-every needs --recompute segments, not none"),
-        (
-            ("--recompute-every", "1", "--recompute", "nested"),
-            "error: --recompute-every needs --recompute segments, not nested",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run(*arguments) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 def record(status="ok", **config) -> Record:
     base = {"size": "2.7B", "year": 2024, "mode": "step", "precision": "fp32", "norm": "rmsnorm", "attention": "naive"}
     base |= {"recompute": "none", "recompute_every": 1, "batch_size": 16, "context": 128}

@@ -222,21 +222,3 @@ def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run("--smoke", "--device", "cpu", capsys=capsys)[0] == 0
     assert not list(in_tmp.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("accumulation", "--precision", "fp16"), "accumulation shows every format"),
-        (("sums",), "'sums' is not one of 'accumulation', 'dtypes', 'both'"),
-        (("dtypes", "--precision", "tf32"), "'tf32' is not one of"),
-        (("--results", "taken"), "cannot write taken/mixed_precision.jsonl"),
-    ],
-)
-def test_errors_are_one_line(in_tmp, capsys, words, line):
-    (in_tmp / "taken").write_text("a file")
-    status, out, err = run(*words, "--device", "cpu", capsys=capsys)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ")
-    assert line in err
-    assert err.count("\n") == 1

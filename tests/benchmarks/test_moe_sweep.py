@@ -112,34 +112,6 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch):
         places(MoESweepSettings(nproc=(2,)), here)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--nproc", "3"), "error: 8 experts do not divide over 3 ranks: choose ranks that divide 8"),
-        (("--capacity", "2y"), "error: --capacity '2y' is none: write 2x, or a share of the tokens such as 0.05, or"),
-        (("--capacity", "0"), "error: --capacity '0' is none"),
-        (("--capacity", "1.5"), "error: --capacity '1.5' is none"),
-        (("--capacity", "-1x"), "error: --capacity '-1x' is none"),
-        (
-            ("--experts", "1", "--nproc", "1"),
-            "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
-        ),
-        (("--plot", "a.gif"), "error: --plot a.gif should end in .svg, .png, .pdf"),
-        (("--results", "file"), "error: cannot write file/moe_sweep.jsonl: "),
-        (("--from-records", "--results", "file"), "error: no records in file/moe_sweep.jsonl: measure first, or name"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    monkeypatch.setattr(style, "can_plot", lambda: True)
-    monkeypatch.setattr(moe_sweep, "can_plot", lambda: True)
-    (in_tmp / "file").write_text("")
-    assert run_command(moe_sweep.main, [*arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(style, "can_plot", lambda: False)
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: False)
