@@ -54,6 +54,7 @@ SLOW = (
     "benchmarks/test_residuals::",
     "benchmarks/test_scaling::",
     "benchmarks/test_scaling_record::",
+    "benchmarks/test_smoke::",
     "benchmarks/test_two_nodes",
     "buffers/test_shard_tensor::test_penalties_that_weigh_differently_by_rank_equal_one_process[3]",
     "comm/test_faults_network",

@@ -134,15 +134,6 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
     assert "of floor" in shown
 
 
-def test_a_smoke_run_is_quick_and_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run_command(fused.main, ["--smoke", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    if INTERPRETED:
-        assert all(f"{name} within" in shown for name in KERNELS)
-
-
 def test_a_wrong_candidate_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
     wrong = {"torch": always(lambda gate, up: 1.001 * reference.swiglu(gate, up))}
     right = {"liger": always(reference.swiglu)}

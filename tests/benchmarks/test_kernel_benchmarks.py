@@ -133,15 +133,6 @@ def test_a_run_of_attention_records_time_memory_and_refusals(in_tmp, capsys):
     assert "sdpa-cudnn: does not take fp32 of this shape on cpu" in shown
 
 
-@pytest.mark.parametrize("command", [norms, attention])
-def test_a_smoke_run_is_quick_and_writes_nothing(command, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run_command(command.main, ["--smoke", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    assert "eager" in shown
-
-
 def test_a_wrong_norm_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
     wrong = always(lambda x, weight: 1.001 * row_kernels.rmsnorm(x, weight))
     monkeypatch.setitem(norms.NORM.candidates, "torch", wrong)

@@ -61,15 +61,6 @@ def test_the_predicted_time_is_that_of_the_hand_count():
     assert predicted["median_ms"] == pytest.approx(1e3 * (predicted["flops"] + 22 * parameters) / 1e9)
 
 
-def test_a_smoke_run_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run_command(leaderboard.main, ["--smoke", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "attention-2025: not run on a CPU" in shown
-    assert "step-2026: gate: one block equals float64 within" in shown
-    assert "step-2026: on a CPU" in shown
-
-
 def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     assert run_command(leaderboard.main, ["--device", "cpu", "--steps", "2", "--results", "out"]) == 0

@@ -79,13 +79,6 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
     assert "tiny (2024) 2 x 32" in capsys.readouterr().out
 
 
-def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    for which in (("--mode", "forward"), ("--residuals",)):
-        assert run("--smoke", *which) == 0
-    assert not list(in_tmp.iterdir())
-
-
 def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
     fits = sum(observe_passes(CONFIG, 2, 32).memory("forward").values())
     monkeypatch.setattr(memory, "usable_memory", lambda device: fits)
