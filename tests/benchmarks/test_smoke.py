@@ -12,6 +12,7 @@ from tests.support.machine import made_up
 GATED = ("cross-entropy within", "swiglu within", "add-rmsnorm within", "adamw within") if INTERPRETED else ()
 SHOWN = {
     "attention": ("ours: not timed on a CPU", "eager"),
+    "e2e": ("tiny",),
     "fused": ("ours: not timed on a CPU", *GATED),
     "leaderboard": ("attention-2025: not run on a CPU", "step-2026: gate: one block equals", "step-2026: on a CPU"),
     "memory --mode forward": (),
