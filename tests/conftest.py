@@ -83,7 +83,6 @@ SLOW = (
     "kernels/test_triton_launch",
     "kernels/test_weighted_sum::test_compiles",
     "model/test_moe_model::test_experts_survive",
-    "model/test_transformer::test_compiles",
     "optim/test_adamw::test_clipping_equals_torch[0.5",
     "profiling/test_hostile::test_traces",
     "tensor_parallel/test_plan::test_losses_and_gradients_equal_one_process[4",
