@@ -4,8 +4,9 @@ PYTHON ?= python3
 RUN := $(VENV)/bin/python
 # An index with torch for the CPU, where the usual one has it for CUDA alone (2.6 GB more): pytorch.org names it.
 TORCH_INDEX ?=
+# What `make test` installs; .ci/run names others as well.
+EXTRAS := dev,writeup
 SHELL := bash
-COMMA := ,
 .SHELLFLAGS := -o pipefail -c
 # Of all that pip says, downloads of 100 MB and more, and errors.
 INSTALL = $(RUN) -m pip install --disable-pip-version-check --progress-bar off $(1) 2> >(grep -v ^WARNING >&2) | \
@@ -30,7 +31,7 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "Adding what tests, lint and write-up need (once; some seconds) ..."
-	@$(call INSTALL,--editable '.[dev$(COMMA)writeup]')
+	@$(call INSTALL,--editable '.[$(EXTRAS)]')
 	@touch $@ $(VENV)/.writeup
 
 demo: $(VENV)/.installed ## train a small language model and print a benchmark table (half a minute to a minute)

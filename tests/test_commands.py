@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mixed_precision
 from benchmarks.records import results_folder
 from cs336_systems import __main__ as commands
 from cs336_systems.comm.launch import run_ranks
@@ -65,9 +66,7 @@ def test_records_go_to_the_current_folder(in_tmp):
     folder = results_folder(None, "Some GPU", choose_device("cpu"))
     assert folder == Path("runs/results/some-gpu")
     assert results_folder(Path("there"), None, choose_device("cpu")) == Path("there")
-    words = [sys.executable, "-m", "benchmarks.mixed_precision", "accumulation"]
-    done = subprocess.run(words, cwd=in_tmp, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
-    assert done.returncode == 0
+    assert run_command(mixed_precision.main, ["accumulation"]) == 0
     (written,) = in_tmp.rglob("*.jsonl")
     assert written.relative_to(in_tmp).parts[:2] == ("runs", "results")
     assert json.loads(written.read_text().splitlines()[0])["benchmark"] == "mixed_precision"

@@ -26,7 +26,6 @@ WRAPPERS = {
     "bucketed-small": lambda module: BucketedDDP(module, bucket_size_mb=0.0005),
     "bucketed-one": lambda module: BucketedDDP(module, bucket_size_mb=None),
 }
-every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 # The mean adds `world size` numbers in some order and divides; the rest is computed alike.
 TOLERANCE = bound(torch.float64, stages=2, longest_sum=4)
 

@@ -229,7 +229,6 @@ def register_step_in_hook(module, rank: int) -> None:
     module.scale.register_post_accumulate_grad_hook(lambda p: optimizer.step())
 
 
-UNFINISHED = "before finish_gradient_synchronization"
 CHANGED = "were changed while they were being reduced"
 DROPPED = "dropped between backward and finish_gradient_synchronization"
 VOTE = "in all-reduce no. 31 (used parameters"  # where the rank that did not fail is, in both ranks' words

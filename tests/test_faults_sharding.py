@@ -284,7 +284,7 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
     "backward(create_graph=True)": Case(differentiable_backward, make=Smooth),
     "tied after wrapping": Case(tie_after_wrapping, {"stage 3": f"deep.0.weight {REPLACED}"}),
     "two parameters in one memory": Case(
-        steps(2), {" | ".join(ALL[5:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
+        steps(2), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
     ),
     "an embedding with a max_norm": Case(steps(2), "embedding has a max_norm", prepare=limit_rows),
     "load_state_dict(assign=True)": Case(

@@ -60,6 +60,7 @@ def test_what_runs_is_installed_apart_from_what_develops(make):
     assert "--editable '.[dev,writeup]'" in test  # so that the same tests run before and after `make writeup`
     assert "--editable '.[writeup]'" in writeup
     assert "--editable '.[dev" not in writeup
+    assert " -m writeup --out build/writeup" in writeup
 
 
 def test_torch_may_come_from_another_index(make):

@@ -61,9 +61,8 @@ def every_stage_case(group, optimizer: str, **options) -> None:
             raise
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_equals_one_process(world_size, optimizer):
+@pytest.mark.parametrize(("optimizer", "world_size"), [("sgd", 2), *(("adamw", each) for each in (1, 2, 3, 4))])
+def test_training_equals_one_process(optimizer, world_size):
     ranks.run(every_stage_case, world_size, optimizer=optimizer)
 
 

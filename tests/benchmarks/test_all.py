@@ -157,7 +157,7 @@ def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):
     folder = fakes(fake("hang", seconds=1.0), fake("ok"))
     begun = time.monotonic()
     assert suite() == 2
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50  # of the 60 that it would sleep
     assert_all_gone(folder)
     assert capsys.readouterr().err.splitlines() == ["error: 1 of 2 commands went wrong: python -m fake hang (stopped)"]
     assert log(folder, "ok")

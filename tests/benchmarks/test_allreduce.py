@@ -102,29 +102,6 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--sizes", "1XB"), "error: '1XB' is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)"),
-        (("--sizes", "1MB", "10"), "error: 10 is 10 bytes, which no number of float32 elements (4 bytes each) fills"),
-        (("--sizes", "0"), "error: 0 is 0 bytes, which no number of float32 elements"),
-        (
-            ("--device", "cpu", "--backend", "nccl"),
-            "error: --backend nccl moves tensors between GPUs, and --device cpu",
-        ),
-        (("--nproc", "0"), "error: Invalid value for '--nproc': 0 is not in the range x>=1."),
-        (("--results", "file"), "error: cannot write file/allreduce.jsonl: "),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(options, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    (in_tmp / "file").write_text("")
-    assert run_command(allreduce.main, [*options]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("options", "line"),
@@ -166,16 +143,6 @@ def test_alone_it_starts_the_ranks_of_every_backend_itself(in_tmp):
     check_run(read(in_tmp), (2,), *["mpi"] * bool(mpi.mpiexec()))
     assert done.stdout.count("All-reduce (mean) of float32") == 1
     assert "records appended to out/allreduce.jsonl" in done.stdout
-
-
-def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = start(*torchrun, str(SCRIPT), "--device", "cpu", *TINY, "--link", "two tins and a string", folder=in_tmp)
-    assert done.returncode == 0, done.stderr
-    check_run(read(in_tmp), (2,))
-    assert {r["config"]["link"] for r in read(in_tmp)} == {"two tins and a string"}
-    assert done.stdout.count("All-reduce (mean) of float32") == 1  # of two ranks, one prints
-    assert "float32; two tins and a string; " in done.stdout
 
 
 ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of no other

@@ -27,22 +27,6 @@ def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, capsys):
     assert "precision=bf16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("variants", "message"),
-    [
-        ((), "name two or more different variants"),
-        (("norm=rmsnorm",), "name two or more different variants"),
-        (("norm=rmsnorm", "norm=rmsnorm"), "name two or more different variants"),
-        (("norm=rmsnorm", "norm=batchnorm"), "Invalid value for '--norm': 'batchnorm' is not one of"),
-        (("norm=rmsnorm", "size=xl"), "'size=xl' is no variant"),
-        (("norm=rmsnorm", "compile=yes"), "'compile=yes' is no variant"),
-    ],
-)
-def test_bad_variants_are_one_line(variants, message, capsys):
-    assert run_command(compare.main, ["--device", "cpu", *variants]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_compare_needs_memory_for_all(monkeypatch, capsys):
     one = sum(observe_passes(model_preset("tiny"), 16, 128).memory("step").values())
     monkeypatch.setattr(compare, "usable_memory", lambda device: 2 * one - 2)

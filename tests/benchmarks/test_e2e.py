@@ -80,29 +80,6 @@ def test_the_file_itself_runs_as_a_script(in_tmp):
     assert {path: path.stat().st_mtime for path in RESULTS.rglob("*")} == before
 
 
-def test_smoke_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run("--smoke") == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--year", "2023"), "error: no 2023 edition"),
-        (("--precision", "tf32"), "error: tf32 is a format of NVIDIA GPUs"),
-        (("--steps", "0"), "error: Invalid value for '--steps': 0 is not in the range x>=1."),
-        (("--mode", "sideways"), "error: Invalid value for '--mode': 'sideways' is not one of"),
-        (("--nonsense",), "error: No such option"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys, tmp_path):
-    assert run("--results", str(tmp_path), *arguments) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_one_line(capsys):
     assert run_command(e2e.main, ["--device", "cuda"]) == 2

@@ -134,15 +134,6 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
     assert "of floor" in shown
 
 
-def test_a_smoke_run_is_quick_and_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run_command(fused.main, ["--smoke", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    if INTERPRETED:
-        assert all(f"{name} within" in shown for name in KERNELS)
-
-
 def test_a_wrong_candidate_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
     wrong = {"torch": always(lambda gate, up: 1.001 * reference.swiglu(gate, up))}
     right = {"liger": always(reference.swiglu)}
@@ -229,13 +220,6 @@ def test_a_candidate_that_writes_over_its_inputs_spoils_them_for_no_other(in_tmp
     assert all(map(torch.equal, before, inputs.matrices))
 
 
-@needs_interpreter
-def test_our_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
-    monkeypatch.setitem(KERNELS["swiglu"].candidates, "ours", always(lambda gate, up: gate))
-    assert run_command(fused.main, [*FAST, "--kernel", "swiglu", *pick("ours"), "--forward"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: swiglu: ours's y is off its reference")
-
-
 def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
     task = SizedTask("cross-entropy", KERNELS["cross-entropy"].tiny, "bf16", BOTH)
     need = KERNELS["cross-entropy"].bytes_needed("torch", task)
@@ -245,28 +229,3 @@ def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
     assert record["status"] == "out-of-memory"
     assert record["flags"][0].startswith("needs ")
     assert record["predicted"]["peak_memory_bytes"] < need
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, torch, compiled, liger"),
-        (("--kernel", "softmax"), "error: Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'"),
-        (("--results", "file"), "error: cannot write file/fused.jsonl: "),
-        (("--kernel", "adamw", "--dtype", "bf16"), "error: nothing to measure: adamw is not measured in bf16"),
-        (("--kernel", "adamw", "--forward"), "error: nothing to measure: adamw has no forward pass"),
-        (("--candidate", "ours"), "error: nothing to measure: ours is not timed on a CPU, where Triton has an inter"),
-        (("--smoke", "--candidate", "compiled"), "error: nothing to measure: compiled is left out of smoke runs"),
-        (
-            ("--kernel", "swiglu", "--candidate", "torch-fused"),
-            "error: nothing to measure: torch-fused is no candidate for swiglu",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run_command(fused.main, ["--device", "cpu", *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-    assert not (in_tmp / "runs").exists()

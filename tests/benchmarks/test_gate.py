@@ -18,12 +18,12 @@ SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_l
 
 # The course's width, at which a sum has as many terms as there; a narrower feed-forward and vocabulary are quicker.
 WIDE = replace(model_preset("small"), d_ff=256, vocab_size=64)
-CONFIGS = {"toy": SMALL, "tiny": model_preset("tiny"), "wide": WIDE}
+CONFIGS = {"tiny": model_preset("tiny"), "wide": WIDE}
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("size", CONFIGS)
+@pytest.mark.parametrize("size", ["tiny", "wide"])
 def test_the_gate_passes_what_is_right(size, precision, attention):
     error, tolerance = check(Case(replace(CONFIGS[size], attention=attention), 2, precision, False, CPU))
     assert 0 < error < tolerance

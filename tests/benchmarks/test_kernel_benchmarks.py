@@ -133,31 +133,6 @@ def test_a_run_of_attention_records_time_memory_and_refusals(in_tmp, capsys):
     assert "sdpa-cudnn: does not take fp32 of this shape on cpu" in shown
 
 
-@pytest.mark.parametrize("command", [norms, attention])
-def test_a_smoke_run_is_quick_and_writes_nothing(command, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run_command(command.main, ["--smoke", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    assert "eager" in shown
-
-
-def test_a_wrong_norm_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
-    wrong = always(lambda x, weight: 1.001 * row_kernels.rmsnorm(x, weight))
-    monkeypatch.setitem(norms.NORM.candidates, "torch", wrong)
-    assert run_command(norms.main, [*TINY_NORM, "--candidate", "torch"]) == 2
-    for what in ("forward", "forward-backward"):
-        found = by_name(lines(in_tmp, "norms"), what)
-        assert found["torch"]["status"] == "unsupported"
-        assert found["torch"]["samples_ms"] == []
-        assert found["torch"]["metrics"] == {}
-        assert "wrong result: torch's y is off its reference by" in found["torch"]["flags"][0]
-        assert found["eager"]["status"] == "ok"
-    captured = capsys.readouterr()
-    assert "wrong result" in captured.out
-    assert captured.err.splitlines()[-1].startswith("error: wrong result: torch's y is off")
-
-
 class WrongWeightGradient(torch.autograd.Function):
     """RMSNorm whose weight's gradient forgets a row, the last."""
 
@@ -248,28 +223,6 @@ def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeyp
     monkeypatch.setitem(norms.NORM.candidates, "ours", always(lambda x, weight: x))
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: norm: ours's y is off its reference")
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "line"),
-    [
-        (norms, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from layernorm, eager, torch"),
-        (norms, ("--rows", "0"), "error: Invalid value for '--rows': 0 is not in the range x>=1."),
-        (norms, ("--columns", "many"), "error: Invalid value for '--columns': 'many' is not a valid integer range."),
-        (norms, ("--dtype", "fp8"), "error: Invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16'."),
-        (norms, ("--results", "file"), "error: cannot write file/norms.jsonl: "),
-        (attention, ("--grid", "moon"), "error: Invalid value for '--grid': 'moon' is not one of"),
-        (attention, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, tiled, eager"),
-        (attention, ("--dim", "0"), "error: Invalid value for '--dim': 0 is not in the range x>=1."),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-    assert not (in_tmp / "runs").exists()
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):

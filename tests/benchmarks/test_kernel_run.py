@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import attention, norms
+from benchmarks import norms
 from benchmarks.lib import kernel_run
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
@@ -44,28 +44,3 @@ def test_a_run_that_leaves_everything_out_says_so_and_is_no_error(in_tmp, capsys
     assert "eager left out, too slow for --patience: norm 32 x 64 fp32 forward, about" in shown
     assert run_command(norms.main, [*TINY_NORM, "--budget", "0"]) == 0
     assert lines(in_tmp) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "line"),
-    [
-        (norms, ("--candidate", "ours"), "error: nothing to measure: ours is not timed on a CPU, where"),
-        (norms, ("--smoke", "--candidate", "compiled"), "error: nothing to measure: compiled is left out of smoke run"),
-        (attention, ("--candidate", "tiled"), "error: nothing to measure: tiled is not in the grid course"),
-        (
-            attention,
-            ("--smoke", "--grid", "leaderboard", "--candidate", "compiled"),
-            "error: nothing to measure: compiled is not in the grid leaderboard",
-        ),
-        (
-            attention,
-            ("--smoke", "--grid", "leaderboard", "--candidate", "tiled", "--candidate", "ours"),
-            "error: nothing to measure: ours is not timed on a CPU, where Triton has an interpreter only; tiled is not",
-        ),
-    ],
-)
-def test_nothing_to_measure_is_one_line_that_says_why(command, arguments, line, in_tmp, capsys):
-    assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(line)
-    assert not (in_tmp / "runs").exists()

@@ -77,19 +77,6 @@ def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypat
     assert "64 tokens, ulysses over 2 ranks: the first loss is 5.5 and 5 on one rank" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--contexts", "66"), "66 tokens do not divide into 2 x cp 2 = 4 parts: use --context 64, or a lower --cp"),
-        (("--contexts", "64", "--backend", "nccl"), "nccl"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_at_once(in_tmp, capsys, arguments, message):
-    assert run(*arguments, "--results", "here") == 2
-    assert message in capsys.readouterr().err
-    assert not (in_tmp / "here").exists()
-
-
 def test_a_smoke_run_records_nothing(in_tmp, capsys):
     assert run("--smoke") == 0
     assert "ring" in capsys.readouterr().out

@@ -79,13 +79,6 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
     assert "tiny (2024) 2 x 32" in capsys.readouterr().out
 
 
-def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    for which in ((), ("--residuals",)):
-        assert run("--smoke", *which) == 0
-    assert not list(in_tmp.iterdir())
-
-
 def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
     fits = sum(observe_passes(CONFIG, 2, 32).memory("forward").values())
     monkeypatch.setattr(memory, "usable_memory", lambda device: fits)
@@ -177,34 +170,6 @@ def test_every_table_says_of_what_it_is(in_tmp):
         assert title.endswith(
             f", tiny (2024) 2 x 32, {precision}, {common.machine(record())}, {common.day([record()])}"
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--year", "2023", "--all-sizes"), "error: no 2023 edition"),
-        (("--compile",), "error: what a compiled model needs is not known beforehand"),
-        (("--results", "file"), "error: cannot write file/memory.jsonl"),
-        (("--smoke", "--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
-        (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: it counts every way"),
-        (("--residuals", "--recompute", "none"), "error: --residuals and --recompute cannot be combined"),
-        (("--residuals", "--recompute-every", "1"), "error: --residuals and --recompute-every cannot be combined"),
-        (("--segments", "--recompute", "nested"), "error: --segments and --recompute cannot be combined"),
-        (("--all-sizes", "--size", "small"), "error: --all-sizes and --size cannot be combined: it measures all"),
-        (("--recompute-every", "2"), "error: --recompute-every needs --recompute segments, not none"),
-        (
-            ("--recompute-every", "1", "--recompute", "nested"),
-            "error: --recompute-every needs --recompute segments, not nested",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
-    (in_tmp / "file").write_text("")
-    assert run(*arguments) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
 
 
 def record(status="ok", **config) -> Record:

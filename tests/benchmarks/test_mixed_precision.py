@@ -209,25 +209,3 @@ def test_one_lesson(in_tmp, capsys):
     status, out, _ = run("accumulation", "--device", "cpu", "--results", ".", capsys=capsys)
     assert (status, "1 record appended" in out, "LayerNorm" in out) == (0, True, False)
     assert json.loads((in_tmp / "mixed_precision.jsonl").read_text())["samples_ms"] == []
-
-
-def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    assert run("--smoke", "--device", "cpu", capsys=capsys)[0] == 0
-    assert not list(in_tmp.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("sums",), "'sums' is not one of 'accumulation', 'dtypes', 'both'"),
-        (("--results", "taken"), "cannot write taken/mixed_precision.jsonl"),
-    ],
-)
-def test_errors_are_one_line(in_tmp, capsys, words, line):
-    (in_tmp / "taken").write_text("a file")
-    status, out, err = run(*words, "--device", "cpu", capsys=capsys)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ")
-    assert line in err
-    assert err.count("\n") == 1

@@ -176,25 +176,6 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Alone())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--nproc", "3"), "error: 512 experts do not divide over 3 ranks: choose ranks that divide 512"),
-        (("--eval-fraction", "1.5"), "error: Invalid value for '--eval-fraction': 1.5 is not in the range 0<x<=1."),
-        (("--eval-fraction", "0"), "error: Invalid value for '--eval-fraction': 0.0 is not in the range 0<x<=1."),
-        (("--experts", "1"), "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"),
-        (("--results", "file"), "error: cannot write file/moe_layer.jsonl: "),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    (in_tmp / "file").write_text("")
-    assert run_command(moe_layer.main, [*arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
     started = []
     monkeypatch.setattr(

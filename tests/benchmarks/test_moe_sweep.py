@@ -115,30 +115,6 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys)
     assert "--nproc 2 would start ranks, but 4 were started already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--nproc", "3"), "error: 8 experts do not divide over 3 ranks: choose ranks that divide 8"),
-        (("--capacity", "2y"), "error: --capacity '2y' is none: write 2x, or a share of the tokens such as 0.05, or"),
-        (("--capacity", "0"), "error: --capacity '0' is none"),
-        (("--capacity", "1.5"), "error: --capacity '1.5' is none"),
-        (("--capacity", "-1x"), "error: --capacity '-1x' is none"),
-        (
-            ("--experts", "1", "--nproc", "1"),
-            "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
-        ),
-        (("--results", "file"), "error: cannot write file/moe_sweep.jsonl: "),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(expert_turns, "run_ranks", lambda *_: pytest.fail("started in vain"))
-    (in_tmp / "file").write_text("")
-    assert run_command(moe_sweep.main, [*arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
-
-
 @pytest.mark.parametrize("there", [pytest.param(True, marks=needs_matplotlib), False])
 def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
     """Without matplotlib the table and the records are all there is."""

@@ -15,7 +15,6 @@ from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.ddp import BucketedDDP, FlatDDP
-from cs336_systems.host.console import run_command
 from tests.support import ranks
 from tests.support.machine import made_up
 
@@ -96,24 +95,6 @@ def test_the_gate_sees_a_wrong_wrapper(kind):
     ranks.run(gate_case, 2, broken=False, kind=kind)
     errors = ranks.run_failing(gate_case, 2, broken=True, kind=kind)
     assert all("candidate's update is off its reference by" in error[1] for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--bucket-sizes", "0"], "error: --bucket-sizes '0': write sizes in MB, such as 5 25 100"),
-        (["--bucket-sizes", "x"], "error: --bucket-sizes 'x': write sizes in MB"),
-        (["--d-model", "100"], "error: --d-model 100 is no multiple of 64, the size of a head"),
-        (["--size", "huge"], "error: "),
-        (["--backend", "nccl", "--device", "cpu"], "error: --backend nccl moves tensors between GPUs"),
-        (["--nproc", "0"], "error: Invalid value for '--nproc'"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
-    assert run_command(ddp.main, arguments) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert errors[0].startswith(line)
 
 
 def test_reductions_hide_behind_backward():

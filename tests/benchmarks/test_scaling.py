@@ -157,57 +157,6 @@ def test_a_grid_is_read():
     assert parse_grid("1x1x1, 2x2x2,1x1x1 3x1x4") == [(1, 1, 1), (2, 2, 2), (3, 1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ["--grid", "1x1x1,2x2"],
-            "--grid has '2x2', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
-        ),
-        (
-            ["--grid", "1x0x1"],
-            "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
-        ),
-        (["--grid", "axbxc"], "--grid has 'axbxc', which is no layout: write tp x pp x dp"),
-        (
-            ["--micro-batch-size", "64"],
-            "layout 1x1x1: a global batch (--batch-size) of 16 sequences is not a multiple of micro-batch 64 x "
-            "dp 1 = 64: use 64",
-        ),
-        (["--grid", " ,"], "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2"),
-        (["--grid", "1x1x1,3x1x1"], "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4"),
-        (
-            ["--grid", "1x1x1,1x3x1"],
-            "layout 1x3x1: num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one of the three",
-        ),
-        (
-            ["--global-batch-size", "12"],
-            "layout 1x1x2: a global batch (--batch-size) of 12 sequences is not a multiple of micro-batch 4 x "
-            "dp 2 = 8: use 8 or 16",
-        ),
-        (
-            ["--global-batch-size", "8", "--global-batch-per-dp", "4"],
-            "--global-batch-size 8 keeps the batch, --global-batch-per-dp 4 lets it grow with the replicas: give one "
-            "of the two",
-        ),
-        (["--size", "huge"], "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m, "),
-        (
-            ["--backend", "nccl"],
-            "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
-        ),
-        (["--grid", "1x1x1,3x1x1", "--smoke"], "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp"),
-        (["--rounds", "0"], "Invalid value for '--rounds': 0 is not in the range x>=1."),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_starts(arguments, line, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(scaling_study, "Launcher", None)
-    results = tmp_path / "results"
-    assert run_command(scaling.main, ["--device", "cpu", "--results", str(results), *arguments]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {line}")
-    assert not results.exists()
-
-
 def test_torchrun_with_no_layout_of_its_number_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(scaling, "find_place", lambda: Place(0, 3, 0, 3))
     assert run_command(scaling.main, ["--device", "cpu", "--grid", "1x1x1,2x2x1"]) == 2

@@ -198,7 +198,6 @@ def make(source: str, old: str = "", new: str = "") -> Any:
 
 
 DIVIDE = "            flat /= dist.get_world_size()\n"
-LAUNCH = "        self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))"
 REDUCE = "            dist.all_reduce(p.grad)\n"
 COPY_BACK = (
     "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"

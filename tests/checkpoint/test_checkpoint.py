@@ -11,15 +11,7 @@ from cs336_systems.checkpoint import tensors as tensors_module
 from cs336_systems.checkpoint.disk import RefusedError
 from cs336_systems.checkpoint.folder import NAME, digest, open_checkpoint, save, to_text
 from cs336_systems.checkpoint.tensors import DTYPES, VALUE, Box, Entry, Piece, Stored, check_cover, my_share, read_head
-from cs336_systems.comm import distributed
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, pieces_of, save_step, tensors
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A group of this process alone."""
-    with distributed("cpu", timeout=20) as joined:
-        yield joined
 
 
 def any_box(draw: random.Random, shape: tuple[int, ...]) -> Box:

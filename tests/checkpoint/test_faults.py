@@ -22,7 +22,7 @@ from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import SaveError, list_checkpoints, locked
 from cs336_systems.checkpoint.folder import open_newest
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece, write_tensors
-from cs336_systems.comm import agree, agreement, default_group, distributed
+from cs336_systems.comm import agree, agreement, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, is_step, save_step, save_steps
@@ -30,13 +30,6 @@ from tests.support.ranks import run, run_alone
 
 OLD, NEW = "step-00000001", "step-00000002"
 READING = [(os, "lstat"), (os, "listdir"), (Path, "stat"), (Path, "open")]
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A group of this process alone."""
-    with distributed("cpu", timeout=20) as joined:
-        yield joined
 
 
 def names(parent: Path) -> list[str]:

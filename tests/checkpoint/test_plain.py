@@ -14,18 +14,10 @@ from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import RefusedError
 from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, open_newest, open_plain, save, weights_hash
 from cs336_systems.checkpoint.tensors import RANDOM, VALUE, Box, Piece, my_share
-from cs336_systems.comm import distributed
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, flip, pieces_of, save_step, save_steps, tensors
 from tests.support.ranks import run
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A group of this process alone."""
-    with distributed("cpu", timeout=20) as joined:
-        yield joined
 
 
 def two_layouts(group, parent: str) -> list[str]:

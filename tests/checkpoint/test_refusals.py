@@ -19,18 +19,11 @@ import torch
 from cs336_systems.checkpoint.disk import RefusedError, require
 from cs336_systems.checkpoint.folder import NAME, open_checkpoint, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece
-from cs336_systems.comm import agree, distributed
+from cs336_systems.comm import agree
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, bits, flip, is_step, rewrite, save_step, save_steps, sign, tensors
 from tests.support.checkpoint_damage import DAMAGES, HUGE, NEW, OLD, described, in_head, linked, with_head
 from tests.support.ranks import run, run_alone
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A group of this process alone."""
-    with distributed("cpu", timeout=20) as joined:
-        yield joined
 
 
 @pytest.fixture(scope="module")

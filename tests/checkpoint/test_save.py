@@ -14,17 +14,10 @@ from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.disk import SaveError, clean, list_checkpoints, locked, step_name
 from cs336_systems.checkpoint.folder import Saver, open_checkpoint, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Piece, my_share
-from cs336_systems.comm import agree, all_reduce, distributed
+from cs336_systems.comm import agree, all_reduce
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, PATIENCE, flip, is_step, pieces_of, save_step, save_steps, tensors
 from tests.support.ranks import run
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A group of this process alone."""
-    with distributed("cpu", timeout=20) as joined:
-        yield joined
 
 
 def test_the_last_checkpoints_are_kept(tmp_path, group):

@@ -117,7 +117,6 @@ def test_without_tags_what_may_overtake_has_a_connection_of_its_own(faked):
     assert all(mesh.channel(kind, *way) is mesh.pp for kind, way in kinds)
 
 
-INSTEAD = "or lower a degree"
 REFUSALS = [
     (
         (8, 3, 1, 1, 1, None),

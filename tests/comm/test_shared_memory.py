@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -37,7 +38,8 @@ from cs336_systems.zero import zero
 from tests.support import ranks
 
 HALVES = torch.float16, torch.bfloat16
-DTYPES = (torch.float32, torch.float64, *HALVES, torch.int64, torch.int32, torch.uint8, torch.complex64)
+ROUNDED = ["float32", "bfloat16"]  # whose sums show the order of addition
+OTHERS = ["float64", "float16", "int64", "int32", "uint8", "complex64"]
 WORLDS = 2, 3, 4, 8
 
 
@@ -105,10 +107,9 @@ def verbs_case(group, dtype: str) -> int:
     return compared
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("dtype", "world"), [*product(ROUNDED, WORLDS), *product(OTHERS, (2, 3))])
 def test_every_verb_has_the_bits_of_one_process(dtype, world):
-    assert min(ranks.run(verbs_case, world, dtype=str(dtype)[6:])) >= 8
+    assert min(ranks.run(verbs_case, world, dtype=dtype)) >= 8
 
 
 class Model(nn.Module):
@@ -174,7 +175,7 @@ def wrappers_case(group, dtype: str) -> None:
 
 
 def stages_case(group, dtype: str) -> None:
-    dtype, steps = getattr(torch, dtype), 3
+    dtype, steps = getattr(torch, dtype), 2
     _, parameters = alone(group.size(), dtype, steps)
     for stage in range(4):
         model, optimizer = zero(model_of(dtype), torch.optim.AdamW, stage, lr=0.01)
@@ -189,13 +190,13 @@ def stages_case(group, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROUNDED)
 def test_every_wrapper_has_the_gradients_of_one_process_to_the_last_bit(dtype, world):
     ranks.run(wrappers_case, world, dtype=dtype)
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROUNDED)
 def test_every_stage_has_the_parameters_of_one_process_to_the_last_bit(dtype, world):
     ranks.run(stages_case, world, dtype=dtype)
 

@@ -73,7 +73,7 @@ def block_activations(s: int, b: int, h: int, a: int, t: int, sequence: bool, re
     return s * b * h * (34 / t if sequence else 10 + 24 / t) + scores
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("recompute", ["none", "attention", "segments"])
 def test_a_block_keeps_what_the_paper_says(recompute, tp):
     """But for torch's softmax in float32, two bytes a score more, and LayerNorm's mean and 1/std."""
@@ -94,9 +94,9 @@ def test_a_block_keeps_what_the_paper_says(recompute, tp):
 
 def test_flops_of_a_sample_are_the_papers():
     """96 s l h^2 (1 + s / 6h + V / 16lh) with recompute, 72 and 12 without (arXiv:2104.04473)."""
-    s, n, h, v = 128, 24, 1024, 29_056
+    s, n, h, v = 128, 4, 1024, 29_056
     recipe = Recipe.of(size="bert-345m", context=s)
     bert = 2 * s * h * h + 2 * h * h + 2 * h * 2  # transform, pooler and pair, which it leaves out
-    model, hardware = microbatch_flops(recipe, BERT_345M, 1)
+    model, hardware = microbatch_flops(recipe, replace(BERT_345M, num_layers=n), 1)
     assert model - 3 * bert == round(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
     assert hardware == model

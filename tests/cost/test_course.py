@@ -35,6 +35,7 @@ from cs336_systems.presets import ModelConfig, course_sizes, model_preset
 from kernels.tiled_attention import TiledAttentionFunction
 from tests.support.course_questions import problems_of, years_of
 
+QUICK = {"pass-memory": {"size": "small"}}  # each answer runs the model, on tensors without numbers
 PAGE = Path(__file__).resolve().parents[2] / "docs/accounting.md"
 BEGIN, END = "<!-- accounting: begin (python -m tests.cost.test_course writes this) -->", "<!-- accounting: end -->"
 
@@ -392,7 +393,7 @@ def test_attention_keeps_what_is_said():
     assert numbers["forward_naive"] == numbers["kept_naive"] + numbers["scores"]
     assert numbers["backward_naive"] == 5 * numbers["inputs"] / 3 + 3 * numbers["scores"]
     assert 3 * numbers["scores"] * (numbers["longest"] / 48) ** 2 == pytest.approx(80e9)
-    passes = question("pass-memory").numbers
+    passes = question("pass-memory", **QUICK["pass-memory"]).numbers
     assert passes["scores"] * (passes["scores_from"] / 128) ** 2 == pytest.approx(passes["matrix"])
 
 
@@ -434,7 +435,7 @@ def test_ratios_of_bytes_and_flops():
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_template_and_numbers_belong_together(name):
     """Every number asked and computed has a place in the template, and each edition asks something."""
-    asked, answer = QUESTIONS[name], question(name)
+    asked, answer = QUESTIONS[name], question(name, **QUICK.get(name, {}))
     assert set(ANSWERS[name].__annotations__) - {"return"} <= set(answer.values)
     assert asked.template.startswith("## ")
     assert asked.template.splitlines()[2].startswith(f"`{name}`, 20")
@@ -530,11 +531,10 @@ def test_help_lists_the_questions():
 def test_ends_of_the_ranges(name):
     """One of everything, and a lot of it, has an answer or a clear refusal."""
     hints = ANSWERS[name].__annotations__
-    small = {"size": "small"} if name == "pass-memory" else {}  # each answer runs the model, on tensors without numbers
     for value in (1, 1e25):
         for key in (each for each in hints if hints[each] is not str and each not in ("return", "year", "n")):
             with suppress(UserError):
-                assert "nan" not in question(name, **{key: value}, **small).markdown()
+                assert "nan" not in question(name, **{key: value}, **QUICK.get(name, {})).markdown()
 
 
 if __name__ == "__main__":

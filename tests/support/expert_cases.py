@@ -15,7 +15,7 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
-from tests.support.layout_cases import WIGGLE, Watched, alike, errors, learn, over_tp, shake, wide
+from tests.support.layout_cases import WIGGLE, Watched, amplification, learn, shake, wide
 from tests.support.layout_table import COMMON, MODELS, STEPS
 from tests.support.tolerances import bound
 
@@ -193,10 +193,7 @@ def amplification_case(group, folder: str, layouts: list[dict], steps: int = STE
     for layout in [Layout(**each) for each in layouts][group.rank() :: group.size()]:
         recipe = layout.recipe(folder)
         feed = make_batches(recipe, BATCH, myself)
-        one, other = (one_process(recipe, feed, layout.data, wiggle, steps) for wiggle in (0.0, WIGGLE))
-        moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
-        moved.append(errors(other["parameters"], one["parameters"]))
-        found.append(max(max(each.values()) for each in moved) / WIGGLE)
+        found.append(amplification(*(one_process(recipe, feed, layout.data, each, steps) for each in (0.0, WIGGLE))))
     return found
 
 
@@ -231,33 +228,6 @@ def layout_case(group, folder: str, layouts: list[dict]) -> None:
         losses = {"validation_sop_loss": 0.0} | trainer.validate()
         found["validation"] = torch.tensor([losses["validation_loss"], losses["validation_sop_loss"]])
         torch.save(found, Path(folder, f"{layout}.{group.rank()}"))
-
-
-def assemble(records: list[dict], pick: object, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The whole tensors from what every rank has, by their shapes alone: experts by their global number. What several
-    ranks have must be equal."""
-    parts: dict[str, dict[tuple, dict[tuple, tuple]]] = {}
-    for each in records:
-        place = each["place"]
-        for name, mine in pick(each).items():
-            expert = place["ep"] if ".experts." in name else 0
-            copies = parts.setdefault(name, {}).setdefault((place["pp"], place["tp"], expert), {})
-            copies[place["dp"], place["ep"], place["cp"]] = mine
-    return {name: _whole(name, owners, shapes[name]) for name, owners in parts.items()}
-
-
-def _whole(name: str, owners: dict[tuple, dict[tuple, tuple]], shape: torch.Size) -> Tensor:
-    stages: dict[int, dict[int, list[Tensor]]] = {}
-    for (stage, tp, _), copies in sorted(owners.items()):
-        pieces = [copies[rank] for rank in sorted(copies)]
-        tensors, (_, sharded, like) = [piece[0] for piece in pieces], pieces[0]
-        if sharded:  # rows, or a stretch of the flat tensor, in the order of the ranks
-            part = torch.cat([tensor.flatten() for tensor in tensors]).view(-1, *like[1:])
-        else:
-            part = alike(tensors, f"{name} over its replicas")
-        stages.setdefault(stage, {}).setdefault(tp, []).append(part)
-    by_stage = [[torch.cat(experts) for _, experts in sorted(each.items())] for each in stages.values()]
-    return alike([over_tp(name, each, shape) for each in by_stage], f"{name} over pp")
 
 
 def dicts(layouts: list[Layout]) -> list[dict]:

@@ -128,6 +128,13 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     return {name: relative(got[name], want[name], want[name.replace("key.bias", "key.weight")]) for name in want}
 
 
+def amplification(one: dict, other: dict) -> float:
+    """How much more what is learned changes than the weights that it begins with, which differ by WIGGLE."""
+    moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
+    moved.append(errors(other["parameters"], one["parameters"]))
+    return max(max(each.values()) for each in moved) / WIGGLE
+
+
 def reference_case(group, folder: str, layouts: list[dict]) -> None:
     """Results of one process for a model, in float64, and how much more they change than the initial weights."""
     torch.set_default_dtype(torch.float64)
@@ -138,9 +145,7 @@ def reference_case(group, folder: str, layouts: list[dict]) -> None:
         recipe = alone.recipe(folder)
         feed = make_batches(recipe, BATCH, group)
         result, other = one_process(recipe, feed), one_process(recipe, feed, WIGGLE)
-        found = [errors(b["gradients"], a["gradients"]) for a, b in zip(result["steps"], other["steps"], strict=True)]
-        found.append(errors(other["parameters"], result["parameters"]))
-        result["amplification"] = max(max(each.values()) for each in found) / WIGGLE
+        result["amplification"] = amplification(result, other)
         torch.save(result, Path(folder, f"{layout.reference}.reference"))
 
 
@@ -200,28 +205,31 @@ def load(path: Path) -> dict:
     return torch.load(path, weights_only=False)
 
 
-def assemble(records: list[dict], pick: Callable[[dict], dict], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The whole tensors from what every rank has, by their shapes alone. What several ranks have must be equal."""
+def assemble(records: list[dict], pick: object, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole tensors from what every rank has, by their shapes alone: experts by their global number. What several
+    ranks have must be equal."""
     parts: dict[str, dict[tuple, dict[tuple, tuple]]] = {}
     for each in records:
         place = each["place"]
         for name, mine in pick(each).items():
-            copies = parts.setdefault(name, {}).setdefault((place["pp"], place["tp"]), {})
-            copies[place["dp"], place["cp"]] = mine
+            expert = place["ep"] if ".experts." in name else 0
+            copies = parts.setdefault(name, {}).setdefault((place["pp"], place["tp"], expert), {})
+            copies[place["dp"], place["ep"], place["cp"]] = mine
     return {name: _whole(name, owners, shapes[name]) for name, owners in parts.items()}
 
 
 def _whole(name: str, owners: dict[tuple, dict[tuple, tuple]], shape: torch.Size) -> Tensor:
-    stages: dict[int, list[Tensor]] = {}
-    for (stage, _), copies in sorted(owners.items()):
+    stages: dict[int, dict[int, list[Tensor]]] = {}
+    for (stage, tp, _), copies in sorted(owners.items()):
         pieces = [copies[rank] for rank in sorted(copies)]
         tensors, (_, sharded, like) = [piece[0] for piece in pieces], pieces[0]
         if sharded:  # rows, or a stretch of the flat tensor, in the order of the ranks
             part = torch.cat([tensor.flatten() for tensor in tensors]).view(-1, *like[1:])
         else:
-            part = alike(tensors, f"{name} over dp and cp")
-        stages.setdefault(stage, []).append(part)
-    return alike([over_tp(name, each, shape) for each in stages.values()], f"{name} over pp")
+            part = alike(tensors, f"{name} over its replicas")
+        stages.setdefault(stage, {}).setdefault(tp, []).append(part)
+    by_stage = [[torch.cat(experts) for _, experts in sorted(each.items())] for each in stages.values()]
+    return alike([over_tp(name, each, shape) for each in by_stage], f"{name} over pp")
 
 
 def over_tp(name: str, tensors: list[Tensor], shape: torch.Size) -> Tensor:

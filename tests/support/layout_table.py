@@ -1,6 +1,7 @@
 """The table of layouts that the proof runs: every factorisation of the ranks, and all options in pairs."""
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from functools import cache
@@ -127,6 +128,7 @@ CHOICES = {
 }
 
 
+@cache
 def pairs_of(layout: Layout) -> frozenset[tuple]:
     """Every two of the settings in CHOICES that a layout has together."""
     return frozenset(itertools.combinations(((name, getattr(layout, name)) for name in CHOICES), 2))
@@ -134,7 +136,9 @@ def pairs_of(layout: Layout) -> frozenset[tuple]:
 
 @cache
 def existing() -> tuple[Layout, ...]:
-    every = (Layout(*values) for values in itertools.product(*CHOICES.values()))
+    meshes = (mesh for mesh in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(mesh) in (2, 4, 8))
+    options = list(itertools.product(*list(CHOICES.values())[3:]))
+    every = (Layout(*mesh, *each) for mesh in meshes for each in options)
     return tuple(layout for layout in every if layout.exists())
 
 

@@ -108,7 +108,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if (run := session.config.stash.get(RUN, None)) is None:
         return
     if (ranks := sys.modules.get("tests.support.ranks")) and ranks.server.cache_info().currsize:
-        ranks.stop(ranks.server())  # which would else be done at exit
+        ranks.server().stop()  # which would else be done at exit
     session.config.stash[LEFT] = left = run.leftovers()
     run.end()
     if left and session.exitstatus == pytest.ExitCode.OK:

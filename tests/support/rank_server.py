@@ -1,4 +1,5 @@
-"""A small server that forks ranks for tests: `python -m tests.support.rank_server`, one JSON request a line.
+"""A small server that forks ranks for tests: `python -m tests.support.rank_server NAME`. Each process that connects to
+the socket of this name is served by a fork of its own: one JSON request a line.
 
 It imports everything heavy but runs no tensor code, so that its children start in milliseconds and may use threads: a
 process that once ran a multi-threaded operator hangs its children at their first. Ranks serve cases
@@ -201,11 +202,31 @@ def import_once(modules: set[str]) -> bool:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with who has started this
     note_code()
     gc.freeze()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run_case(json.loads(line))), flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{sys.argv[1]}")
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rw") as stream:
+                if os.fork() == 0:
+                    listener.close()
+                    serve_requests(stream)
+
+
+def serve_requests(stream: TextIO) -> None:
+    """The life of one process's server."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        print(os.getpid(), file=stream, flush=True)
+        for line in stream:
+            print(json.dumps(run_case(json.loads(line))), file=stream, flush=True)
+    finally:
+        os._exit(0)  # its ranks die with it
 
 
 if __name__ == "__main__":

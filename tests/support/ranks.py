@@ -4,17 +4,21 @@ A case is a function at the top of a module, `case(group, **arguments)`, which a
 """
 
 import atexit
+import fcntl
 import json
 import os
 import selectors
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cs336_systems.host.machine import allowed_cores
+from tests.support.leftovers import MARK, ROOT
 
 TIMEOUT = 60.0  # seconds of a case; a busy machine is slow
 COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
@@ -39,33 +43,68 @@ class RanksFailedError(AssertionError):
         super().__init__("\n".join(parts))
 
 
+class Server:
+    """A server of ranks of this process alone, forked from the one that the run's first worker starts, which has
+    imported everything once for all of them."""
+
+    def __init__(self) -> None:
+        name, self.starter = os.environ.get(MARK, f"ranks of {os.getpid()}"), None
+        folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)  # one worker after another
+        try:
+            if not self.connect(name):  # nobody has started it, or who did has ended
+                command = [sys.executable, "-m", "tests.support.rank_server", name]
+                self.starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+                require_answer(self.starter.stdout, self.starter.pid, 120)
+                assert self.starter.stdout.readline() == "ready\n"
+                assert self.connect(name)
+        finally:
+            os.close(folder)
+
+    def connect(self, name: str) -> bool:
+        """False if nobody listens."""
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.stream = self.connection.makefile("rw")
+        try:
+            self.connection.connect(f"\0{name}")
+            self.pid = int(self.stream.readline())
+        except (OSError, ValueError):
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        self.stream.close()
+        self.connection.close()
+
+    def stop(self) -> None:
+        """End it; what other workers' servers were forked from ends with the worker that has started it."""
+        self.close()
+        if self.starter:
+            self.starter.kill()
+            self.starter.communicate(timeout=10)
+
+    def ask(self, request: dict, timeout: float) -> list[dict]:
+        self.stream.write(json.dumps(request) + "\n")
+        self.stream.flush()
+        require_answer(self.connection, self.pid, timeout)
+        return json.loads(self.stream.readline())
+
+
 @cache
-def server() -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.rank_server"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    atexit.register(stop, process)
-    assert answer(process, 120) == "ready\n"
-    return process
+def server() -> Server:
+    started = Server()
+    atexit.register(started.stop)
+    return started
 
 
-def stop(process: subprocess.Popen) -> None:
-    process.stdin.close()
-    process.wait(10)
-    process.stdout.close()
-
-
-def answer(process: subprocess.Popen, timeout: float) -> str:
+def require_answer(stream: TextIO | socket.socket, pid: int, timeout: float) -> None:
+    """Kill a server that says nothing in time."""
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(stream, selectors.EVENT_READ)
         if not selector.select(timeout):
-            process.kill()
+            os.kill(pid, signal.SIGKILL)
             raise TimeoutError(f"the rank server said nothing for {timeout} s")
-    return process.stdout.readline()
 
 
 def ask(
@@ -86,10 +125,7 @@ def ask(
         "backend": backend,
         "arguments": arguments,
     }
-    process = server()
-    process.stdin.write(json.dumps(request) + "\n")
-    process.stdin.flush()
-    replies = json.loads(answer(process, timeout + 30))
+    replies = server().ask(request, timeout + 30)
     if any(reply["code"] for reply in replies):
         raise RanksFailedError(replies)
     return [reply["result"] for reply in replies]

@@ -18,7 +18,7 @@ from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState
 from tests.support import expert_cases, layout_cases
-from tests.support.layout_cases import WIGGLE, Watched, errors, relative, wide
+from tests.support.layout_cases import WIGGLE, Watched, amplification, relative, wide
 from tests.support.layout_table import COMMON, MODELS
 
 FIRST = 2  # steps until a checkpoint
@@ -122,10 +122,7 @@ def amplification_case(group, folder: str) -> dict[str, float]:
                 return expert_cases.one_process(recipe, feed, 1, wiggle, recipe.run.steps)
             return layout_cases.one_process(recipe, feed, wiggle)
 
-        one, other = learn(0.0), learn(WIGGLE)
-        moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
-        moved.append(errors(other["parameters"], one["parameters"]))
-        found[family] = max(max(each.values()) for each in moved) / WIGGLE
+        found[family] = amplification(learn(0.0), learn(WIGGLE))
     return found
 
 

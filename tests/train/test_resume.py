@@ -14,7 +14,7 @@ from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint
 from cs336_systems.train.batches import make_batches
 from tests.support import expert_cases, ranks
-from tests.support.layout_cases import WIGGLE, errors, one_process, rounding, wide, write_text
+from tests.support.layout_cases import WIGGLE, amplification, errors, one_process, rounding, wide, write_text
 from tests.support.resume_cases import (
     attempt,
     chain_case,
@@ -120,10 +120,7 @@ def amplification_case(group, folder: str, steps: int) -> float:
     wide()
     recipe = recipe_of("gpt", folder, steps=steps)
     feed = make_batches(recipe, recipe.data.batch_size, group)
-    one, other = one_process(recipe, feed), one_process(recipe, feed, WIGGLE)
-    moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
-    moved.append(errors(other["parameters"], one["parameters"]))
-    return max(max(each.values()) for each in moved) / WIGGLE
+    return amplification(one_process(recipe, feed), one_process(recipe, feed, WIGGLE))
 
 
 def test_other_layouts_and_numbers_of_ranks_go_on_within_rounding(tmp_path):

@@ -3,7 +3,7 @@ exactly as before in the same layout and within rounding in another."""
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
 from tests.support import ranks
-from tests.support.expert_cases import assemble
-from tests.support.layout_cases import load, write_text
+from tests.support.layout_cases import assemble, load, write_text
 from tests.support.state_cases import (
     ALL,
     FIRST,
@@ -37,6 +36,7 @@ from tests.support.state_cases import (
 )
 
 WORLDS = (1, 2, 3, 4)
+BY_WORLD = {world: [layout for layout in ALL if ranks_of(layout) == world] for world in WORLDS}
 
 
 class Proof:
@@ -44,19 +44,19 @@ class Proof:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.done: set[int] = set()
+        self.done: set[str] = set()
         write_text(folder)
 
-    def written(self, world: int) -> list[str]:
-        """The layouts of so many ranks, whose checkpoints are in the folder."""
-        layouts = [layout for layout in ALL if ranks_of(layout) == world]
-        if world not in self.done:
-            ranks.run(write_case, world, folder=str(self.folder), layouts=layouts)
-            self.done.add(world)
-        return layouts
+    def written(self, layouts: Iterable[str]) -> None:
+        """Leave the checkpoints of these layouts in the folder."""
+        missing = sorted({*layouts} - self.done)
+        for world in {ranks_of(layout) for layout in missing}:
+            together = [layout for layout in missing if ranks_of(layout) == world]
+            ranks.run(write_case, world, folder=str(self.folder), layouts=together)
+        self.done.update(missing)
 
     def checkpoint(self, layout: str, step: int = FIRST) -> Checkpoint:
-        self.written(ranks_of(layout))
+        self.written([layout])
         return open_checkpoint(self.folder / layout / step_name(step))
 
 
@@ -67,7 +67,8 @@ def proof(tmp_path_factory):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_run_goes_on_with_the_same_bits_and_its_checkpoint_has_what_its_ranks_have(proof, world):
-    for layout in proof.written(world):
+    proof.written(BY_WORLD[world])
+    for layout in BY_WORLD[world]:
         checkpoint = proof.checkpoint(layout)
         records = [load(proof.folder / f"{layout}.{rank}") for rank in range(world)]
         shapes = {name: torch.Size(kinds[VALUE].shape) for name, kinds in checkpoint.tensors.items()}
@@ -91,9 +92,8 @@ def allowed(proof):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_other_layouts_read_the_same_bits_and_learn_the_same(proof, allowed, world):
-    for each in WORLDS:
-        proof.written(each)
-    layouts = proof.written(world)
+    layouts = BY_WORLD[world]
+    proof.written(source(layout) for layout in layouts)
     taken = ranks.run(read_case, world, folder=str(proof.folder), layouts=layouts, allowed=allowed)
     assert len(taken[0]) == sum(layout.split()[0] in allowed for layout in layouts)
     for layout in layouts:
@@ -175,7 +175,7 @@ def problem_case(group, folder: str) -> list[str]:
 
 
 def test_what_does_not_fit_is_named(proof):
-    proof.written(1)
+    proof.written(["gpt", "experts"])
     (said,) = ranks.run(problem_case, 1, folder=str(proof.folder))
     total = len(proof.checkpoint("gpt").tensors)
     assert said == [

@@ -1,0 +1,155 @@
+"""What a benchmark refuses: one line, exit code 2, and nothing is begun."""
+
+import shlex
+from importlib import import_module
+from itertools import product
+
+import pytest
+import torch
+
+from benchmarks.lib import expert_turns, kernel_run, scaling_study
+from cs336_systems.host.console import run_command
+from tests.support.machine import made_up
+
+REFUSED = {
+    "e2e": {
+        "--size huge": "no size 'huge' in 2024; choose from tiny, small",
+        "--year 2023": "no 2023 edition",
+        "--precision tf32": "tf32 is a format of NVIDIA GPUs",
+        "--steps 0": "Invalid value for '--steps': 0 is not in the range x>=1.",
+        "--mode sideways": "Invalid value for '--mode': 'sideways' is not one of",
+    },
+    "memory": {
+        "--size huge": "no size 'huge' in 2024; choose from tiny, small",
+        "--year 2023 --all-sizes": "no 2023 edition",
+        "--compile": "what a compiled model needs is not known beforehand",
+        "--results file": "cannot write file/memory.jsonl",
+        "--residuals --segments": "--residuals and --segments cannot be combined: it counts every way",
+        "--residuals --recompute none": "--residuals and --recompute cannot be combined",
+        "--residuals --recompute-every 1": "--residuals and --recompute-every cannot be combined",
+        "--segments --recompute nested": "--segments and --recompute cannot be combined",
+        "--all-sizes --size small": "--all-sizes and --size cannot be combined: it measures all",
+        "--recompute-every 2": "--recompute-every needs --recompute segments, not none",
+        "--recompute-every 1 --recompute nested": "--recompute-every needs --recompute segments, not nested",
+    },
+    "fused": {
+        "--candidate theirs": "no candidate 'theirs'; choose from ours, torch, compiled, liger",
+        "--kernel softmax": "Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'",
+        "--results file": "cannot write file/fused.jsonl:",
+        "--kernel adamw --dtype bf16": "nothing to measure: adamw is not measured in bf16",
+        "--kernel adamw --forward": "nothing to measure: adamw has no forward pass",
+        "--candidate ours": "nothing to measure: ours is not timed on a CPU, where Triton has an inter",
+        "--smoke --candidate compiled": "nothing to measure: compiled is left out of smoke runs",
+        "--kernel swiglu --candidate torch-fused": "nothing to measure: torch-fused is no candidate for swiglu",
+    },
+    "leaderboard": {
+        "--task step-2027": "Invalid value for '--task': 'step-2027' is not one of",
+        "--layers 0": "Invalid value for '--layers': 0 is not in the range x>=1.",
+        "--results file": "cannot write file/leaderboard.jsonl:",
+        "--task step-2026 --layers 90000": "step-2026: --layers 90000 at batch 1 needs",
+    },
+    "ddp": {
+        "--bucket-sizes 0": "--bucket-sizes '0': write sizes in MB, such as 5 25 100",
+        "--bucket-sizes x": "--bucket-sizes 'x': write sizes in MB",
+        "--d-model 100": "--d-model 100 is no multiple of 64, the size of a head",
+        "--size huge": "no size 'huge'",
+        "--backend nccl --device cpu": "--backend nccl moves tensors between GPUs",
+        "--nproc 0": "Invalid value for '--nproc'",
+    },
+    "allreduce": {
+        "--sizes 1XB": "'1XB' is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)",
+        "--sizes 1MB 10": "10 is 10 bytes, which no number of float32 elements (4 bytes each) fills",
+        "--sizes 0": "0 is 0 bytes, which no number of float32 elements",
+        "--device cpu --backend nccl": "--backend nccl moves tensors between GPUs, and --device cpu",
+        "--nproc 0": "Invalid value for '--nproc': 0 is not in the range x>=1.",
+        "--results file": "cannot write file/allreduce.jsonl:",
+    },
+    "moe_layer": {
+        "--nproc 3": "512 experts do not divide over 3 ranks: choose ranks that divide 512",
+        "--eval-fraction 1.5": "Invalid value for '--eval-fraction': 1.5 is not in the range 0<x<=1.",
+        "--eval-fraction 0": "Invalid value for '--eval-fraction': 0.0 is not in the range 0<x<=1.",
+        "--experts 1": "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
+        "--results file": "cannot write file/moe_layer.jsonl:",
+    },
+    "moe_sweep": {
+        "--nproc 3": "8 experts do not divide over 3 ranks: choose ranks that divide 8",
+        "--capacity 2y": "--capacity '2y' is none: write 2x, or a share of the tokens such as 0.05, or",
+        "--capacity 0": "--capacity '0' is none",
+        "--capacity 1.5": "--capacity '1.5' is none",
+        "--capacity -1x": "--capacity '-1x' is none",
+        "--experts 1 --nproc 1": "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
+        "--results file": "cannot write file/moe_sweep.jsonl:",
+    },
+    "norms": {
+        "--candidate theirs": "no candidate 'theirs'; choose from layernorm, eager, torch",
+        "--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1.",
+        "--dtype fp8": "Invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16'.",
+        "--results file": "cannot write file/norms.jsonl:",
+        "--candidate ours": "nothing to measure: ours is not timed on a CPU, where",
+        "--smoke --candidate compiled": "nothing to measure: compiled is left out of smoke run",
+    },
+    "attention": {
+        "--grid moon": "Invalid value for '--grid': 'moon' is not one of",
+        "--candidate theirs": "no candidate 'theirs'; choose from ours, tiled, eager",
+        "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
+        "--candidate tiled": "nothing to measure: tiled is not in the grid course",
+        "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is not in the grid",
+        "--smoke --grid leaderboard --candidate tiled --candidate ours": "nothing to measure: ours is not timed on a",
+    },
+    "scaling": {
+        "--grid 1x1x1,2x2": "--grid has '2x2', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
+        "--grid 1x0x1": "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
+        "--grid axbxc": "--grid has 'axbxc', which is no layout: write tp x pp x dp",
+        "--micro-batch-size 64": "layout 1x1x1: a global batch (--batch-size) of 16 sequences is not a multiple of",
+        "--grid ' ,'": "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2",
+        "--grid 1x1x1,3x1x1": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4",
+        "--grid 1x1x1,1x3x1": "layout 1x3x1: num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one",
+        "--global-batch-size 12": "layout 1x1x2: a global batch (--batch-size) of 12 sequences is not a multiple of",
+        "--global-batch-size 8 --global-batch-per-dp 4": "--global-batch-size 8 keeps the batch,",
+        "--size huge": "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m,",
+        "--backend nccl": "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
+        "--grid 1x1x1,3x1x1 --smoke": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp",
+        "--rounds 0": "Invalid value for '--rounds': 0 is not in the range x>=1.",
+    },
+    "compare": {
+        "": "name two or more different variants",
+        "norm=rmsnorm": "name two or more different variants",
+        "norm=rmsnorm norm=rmsnorm": "name two or more different variants",
+        "norm=rmsnorm norm=batchnorm": "Invalid value for '--norm': 'batchnorm' is not one of",
+        "norm=rmsnorm size=xl": "'size=xl' is no variant",
+        "norm=rmsnorm compile=yes": "'compile=yes' is no variant",
+    },
+    "mixed_precision": {
+        "sums": "'sums' is not one of 'accumulation', 'dtypes', 'both'",
+        "--results file": "cannot write file/mixed_precision.jsonl",
+    },
+    "long_context": {
+        "--contexts 66": "66 tokens do not divide into 2 x cp 2 = 4 parts: use --context 64, or a lower --cp",
+        "--contexts 64 --backend nccl": "--backend nccl moves tensors between GPUs, and there is none here",
+    },
+}
+NO_DEVICE = ("moe_layer", "moe_sweep")  # which run on CPUs alone
+NEEDS_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        pytest.param(name, words, line, id=f"{name} {words}", marks=[NEEDS_A_GPU] * ("there is none here" in line))
+        for name, rows in REFUSED.items()
+        for words, line in rows.items()
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, monkeypatch, capsys):
+    module = import_module(f"benchmarks.{name}")
+    for place, start in product((module, expert_turns, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
+        monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
+    for place in (module, kernel_run):
+        monkeypatch.setattr(place, "measure_once", made_up, raising=False)
+    (in_tmp / "file").write_text("")
+    device = [] if name in NO_DEVICE else ["--device", "cpu"]
+    assert run_command(module.main, [*shlex.split(words), *device]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert line in error
+    assert not any(path.stat().st_size for path in in_tmp.rglob("*.jsonl"))
