@@ -23,7 +23,6 @@ ExpertGradient = Literal["exact", "sqrt"]
 
 # Arithmetic of matrix products; bf16 and fp16 are mixed precision.
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 
 
 def _check_choices(settings: Any) -> None:

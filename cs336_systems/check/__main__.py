@@ -21,17 +21,19 @@ def stop(*_: Any) -> None:
     raise TimeoutError("it did not end in ten times --timeout")
 
 
-def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
+def type_checks(target: str, kind: str | None, timeout: float) -> list[Callable[[], Any]]:
     """Checks of types alone: of the model that a function without parameters, or named `build`, returns, or of a
     data-parallel wrapper, as which `kind` marks any function."""
     from cs336_systems.check.candidates import load, load_file
     from cs336_systems.check.shadow import check_reduction
+    from cs336_systems.check.types import check_model
 
+    signal.signal(signal.SIGALRM, stop)  # after the imports, which take seconds
+    signal.setitimer(signal.ITIMER_REAL, 10 * timeout, 10 * timeout)
+    click.get_current_context().call_on_close(partial(signal.setitimer, signal.ITIMER_REAL, 0))
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
     if callable(build) and (not signature(build).parameters or (name == "build" and kind is None)):
-        from cs336_systems.check.types import check_model
-
         return [partial(check_model, build, target)]
     return [partial(check_reduction, each) for each in load(target, kind)[0]]
 
@@ -95,10 +97,7 @@ def main(
         given = {"--exercise": exercise, "--only": only, "--tests": tests, "--ranks": ranks != 2}
         if ignored := [name for name, value in given.items() if value]:
             raise UserError(f"--types has checks of its own, on {TYPED_RANKS} ranks: drop {' and '.join(ignored)}")
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, 10 * timeout, 10 * timeout)
-        click.get_current_context().call_on_close(partial(signal.setitimer, signal.ITIMER_REAL, 0))
-        checks = type_checks(target, kind)
+        checks = type_checks(target, kind, timeout)
     else:
         checks = number_checks(target, kind, only, exercise, tests, ranks=ranks, timeout=timeout)
     codes = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.check.cases import Case, training
 from cs336_systems.check.oracle import Key, Notes, copied
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, largest, likely_bound
+from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, factor_of, largest, likely_bound
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
 KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them
@@ -135,11 +135,11 @@ class Evidence:
             return "another tensor's", place
         if key[1] in ("gradient", "weight") and (rounded := self._rounded(wrong)):
             return "rounded", rounded
-        if not (factors := self._factors(wrong) if is_gradient else []):
-            return "unknown", ""
-        if max(factors) - min(factors) <= 1e-6:
-            return "factor", f"times {self.world * factors[0]:.6g}"
-        return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors))
+        if is_gradient and (factor := factor_of(got, want)) is not None:
+            return "factor", f"times {factor:.6g}"
+        if is_gradient and (factors := self._factors(wrong)):
+            return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors))
+        return "unknown", ""
 
     def _rounded(self, wrong: Wrong) -> str:
         """A dtype in which a tensor seems to have been reduced or kept, as its elements, or those of the sum before the

@@ -42,7 +42,7 @@ def late_collectives() -> Iterator[None]:
     late = {id(each): _late(each) for each in found if "async_op" in inspect.signature(each).parameters}
     with ExitStack() as stack:
         for path, module in list(sys.modules.items()):
-            if path == "torch.distributed" or not path.startswith("torch"):
+            if hasattr(module, "__dict__") and (path == "torch.distributed" or path.partition(".")[0] != "torch"):
                 held: Any = {name: late[id(each)] for name, each in list(vars(module).items()) if id(each) in late}
                 stack.enter_context(mock.patch.multiple(module, **held) if held else ExitStack())
         yield

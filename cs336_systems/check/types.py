@@ -201,7 +201,7 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
 def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
     """The report on the types of a model that `build` returns (see type_check)."""
     report = Report(name, "a model", TYPED_RANKS, how="types alone, on ranks that do not exist")
-    with called("build()"):
+    with called(name):
         status, says = next(((WRONG, str(each)) for each in type_check(build)), (RIGHT, "accepted"))
     report.verdicts.append(Verdict("types", status, says, "docs/check.md#types"))
     return report

@@ -124,13 +124,13 @@ def read_shape(path: Path) -> ModelConfig:
         raise UserError(f"{path} is no config.json, which is one JSON object")
     inner = given.get("text_config")  # the sizes of a model of pictures and text
     given = inner if isinstance(inner, dict) else given
+    if (kind := given.get("model_type", "")) in NAMES["refused"]:
+        raise UserError(f"{path}: models of the type {kind} are built otherwise: give the sizes, as in --d-model 1024")
     said = {name: _count(path, given, keys) for name, keys in NAMES["sizes"].items()}
     if missing := [name for name in NAMES["required"] if not said[name]]:
         named = "; ".join(f"{name} ({NAMES['sizes'][name].replace(' ', ' or ')})" for name in missing)
         raise UserError(f"{path} does not say {named}")
     latent = {name: _count(path, given, key) for name, key in NAMES["latent"].items()}
-    if (kind := given.get("model_type", "")) in NAMES["refused"]:
-        raise UserError(f"{path}: models of the type {kind} are built otherwise: give the sizes, as in --d-model 1024")
     family = next(each["has"] for each in NAMES["families"] if kind in each["types"] or not each["types"])
     if not isinstance(tied := given.get("tie_word_embeddings", family["tied_head"]), bool):
         raise UserError(f"{path}: tie_word_embeddings must be true or false, not {tied!r}")

@@ -169,7 +169,7 @@ def test_what_is_left_running_is_ended(fakes):
     assert_all_gone(folder)
 
 
-def test_sigterm_ends_what_is_under_way_(fakes, monkeypatch, capsys):
+def test_sigterm_ends_what_is_under_way(fakes, monkeypatch, capsys):
     folder, handler = fakes(fake("hang"), fake("ok")), signal.getsignal(signal.SIGTERM)
     wait = running.subprocess.Popen.wait
 

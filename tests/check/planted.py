@@ -199,6 +199,7 @@ def make(source: str, old: str = "", new: str = "") -> Any:
 
 DIVIDE = "            flat /= dist.get_world_size()\n"
 REDUCE = "            dist.all_reduce(p.grad)\n"
+SUM_BACK = "        dist.all_reduce(x)\n        return x\n\n    @staticmethod\n    def backward(ctx, gradient):\n        return gradient\n"
 COPY_BACK = (
     "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
 )
@@ -234,6 +235,8 @@ MISTAKES = [
     Planted("each rank's own mean", STEP, "    dist.all_reduce(size)\n", "    size *= dist.get_world_size()\n",
             "unequal parts of the batch", "mean of means"),
     Planted("a copy without its conjugate", TENSOR, COPY_BACK, "        return gradient", "gradients", "partial sum"),
+    Planted("gradients of split weights are three times as large", TENSOR, SUM_BACK, SUM_BACK.replace("return g", "return 3 * g"),
+            "gradients", "factor"),
 ]  # fmt: skip
 PUBLISHED = [
     Planted("the hook averages the parameter that it is given, not its gradient", DDP,

@@ -336,7 +336,8 @@ def test_a_training_step_may_return_any_loss():
     assert [(each.name, each.cause) for each in report.verdicts] == found, report
 
 
-def test_a_missing_wait_is_seen_behind_an_import_by_name(tmp_path):
+def test_a_missing_wait_is_seen_behind_an_import_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "unwanted", None)  # as code does that must not import it
     source = DDP.replace("from torch import nn", "from torch import nn\nfrom torch.distributed import all_reduce")
     source = source.replace("dist.all_reduce(flat", "all_reduce(flat")
     (tmp_path / "mine.py").write_text(source)

@@ -2,6 +2,8 @@
 ranks, and code that lacks a collective is refused."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +47,15 @@ def test_a_wrapper_that_hangs_or_ends_is_told_so(tmp_path, capsys):
         (tmp_path / "mine.py").write_text(f"{start}        {does}\n")
         assert run(f"{tmp_path}/mine.py", "--types", "--timeout", "0.2") == 2
         assert said in capsys.readouterr().out
+
+
+def test_the_time_of_imports_does_not_count(tmp_path):
+    """In a process of its own, which has imported nothing yet."""
+    (tmp_path / "mine.py").write_text("def build():\n    while True: pass\n")
+    target, said = f"{tmp_path}/mine.py:build", "TimeoutError: it did not end in ten times --timeout"
+    words = [sys.executable, "-m", "cs336_systems.check", target, "--types", "--timeout", "0.1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, f"error: {target}: {said}\n")
 
 
 UNREDUCED = r"the gradient that SGD uses is Partial \(P\) on axis dp, .* an all-reduce or a reduce-scatter is missing"

@@ -224,6 +224,7 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
         ({"text_config": [1]}, "does not say d_model"),
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),
         (GPT2 | {"model_type": "bert"}, "models of the type bert are built otherwise: give the sizes"),
+        ({"model_type": "falcon"}, "models of the type falcon are built otherwise"),  # whose files lack a size
         (GPT2 | {"n_layer": 1.5}, "n_layer must be a whole number, not 1.5"),
         (GPT2 | {"vocab_size": 10**400}, "vocab_size must be a whole number, not 10000+.*, of 10.15 at most"),
         (GPT2 | {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
