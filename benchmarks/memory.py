@@ -38,11 +38,11 @@ from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_ti
 # Options that would be ignored beside another: by that, why, and which.
 CLASHES = {
     "residuals": (
-        "it counts every way of recomputing, for forward alone",
+        "counts every way of recomputing, for forward alone",
         ("segments", "recompute", "recompute_every"),
     ),
-    "segments": ("it measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
-    "all_sizes": ("it measures all of them", ("size",)),
+    "segments": ("measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
+    "all_sizes": ("measures all of them", ("size",)),
 }
 
 
@@ -58,7 +58,9 @@ class MemorySettings(ModelOptions):
         """Raises UserError if an option of those that were `given` would be ignored."""
         for name, (why, others) in CLASHES.items():
             for other in given.intersection(others) if name in given else ():
-                raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {why}; drop one of them")
+                raise UserError(
+                    f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one of them"
+                )
         if "recompute_every" in given and self.recompute != "segments":
             raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
