@@ -59,7 +59,7 @@ class MemorySettings(ModelOptions):
         for name, (why, others) in CLASHES.items():
             for other in given.intersection(others) if name in given else ():
                 raise UserError(
-                    f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one of them"
+                    f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one"
                 )
         if "recompute_every" in given and self.recompute != "segments":
             raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
