@@ -9,8 +9,8 @@ import click
 import torch
 
 from benchmarks.lib.fused_candidates import KERNELS
-from benchmarks.lib.kernel import SizedTask
-from benchmarks.lib.kernel_run import KernelSettings, run_kernels
+from benchmarks.lib.kernel import FORWARD, SizedTask
+from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAK, PLANNED_PEAK, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.host import console
@@ -50,6 +50,7 @@ SHEET = Sheet(
     "step of all its parameters. predicted: FLOPs / the rate of the largest product "
     "+ bytes / the rate of a large copy. / best other: time over the fastest other's. host: for how long a call keeps "
     "it busy. predicted peak: inputs, results, gradients, state, and logits as far as they are kept",
+    lambda config: bool(config["pass"] != FORWARD),
 )
 KERNEL_NAMES = click.Choice(list(KERNELS))
 
@@ -58,6 +59,7 @@ KERNEL_NAMES = click.Choice(list(KERNELS))
 class FusedSettings(KernelSettings):
     """Options of the command line, one field each."""
 
+    candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(KNOWN)))
     kernel: tuple[str, ...] = setting((), "Only this kernel; may be repeated.  [default: all]", type=KERNEL_NAMES)
 
     def kernels(self) -> list[str]:
@@ -86,7 +88,7 @@ class FusedSettings(KernelSettings):
                 else f"{name} is not measured in {self.dtype}"
                 for name in names
             )
-        present = chain.from_iterable(KERNELS[name].candidates for name in kernels)
+        present = set(chain.from_iterable(KERNELS[name].candidates for name in kernels))
         return self.idle(KNOWN, device, present, absent=f"no candidate for {', '.join(kernels)}")
 
 
@@ -97,7 +99,7 @@ def run(settings: FusedSettings) -> list[Record]:
     device = choose_device(settings.device)
     work = [(KERNELS[task.kernel], task) for task in settings.tasks(device)]
     remark = "" if settings.smoke or not work else "on a CPU shapes are scaled down to what it computes in a moment"
-    return run_kernels("fused", settings, KNOWN, work, SHEET, settings.why_idle(device), remark)
+    return run_kernels("fused", settings, work, SHEET, settings.why_idle(device), remark)
 
 
 @click.command()

@@ -8,7 +8,7 @@ import click
 import torch
 
 from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName, SizedTask
-from benchmarks.lib.kernel_run import KernelSettings, run_kernels
+from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, Sheet, metric
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.row_kernels import Norm
@@ -37,6 +37,7 @@ SHEET = Sheet(
     "median. of copy: the time of a copy that moves as many bytes, in turn with the others, over the candidate's. "
     "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long one "
     "call on 16 x 1024 keeps it busy; on a CPU, how long it takes",
+    lambda config: bool(config["pass"] == BOTH or config["dtype"] == "fp32"),  # forward alone as the course asks
 )
 
 
@@ -44,6 +45,7 @@ SHEET = Sheet(
 class NormSettings(KernelSettings):
     """Options of the command line, one field each."""
 
+    candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(NORM.candidates)))
     rows: int | None = setting(None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=COUNT)
     columns: tuple[int, ...] = setting((), "Columns; may be repeated.", type=COUNT)
 
@@ -76,7 +78,7 @@ def run(settings: NormSettings) -> list[Record]:
     fewest = f"{CPU_ELEMENTS // 2**20} M elements a tensor"
     remark = f"on a CPU rows are scaled down to {fewest} ({fewer[0]}, ...)" if fewer else ""
     work, idle = [(NORM, task) for task in tasks], settings.idle(known, device, present=known)
-    return run_kernels("norms", settings, known, work, SHEET, idle, remark)
+    return run_kernels("norms", settings, work, SHEET, idle, remark)
 
 
 @click.command()
