@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import attention, fused, norms
-from benchmarks.attention import LEADERBOARD
+from benchmarks.lib.attention_candidates import Attention
 from benchmarks.lib.contest import OURS, format_ms
 from benchmarks.lib.kernel import FORWARD
 from benchmarks.lib.sheets import pages
@@ -51,10 +51,8 @@ def _norm(what: str) -> Callable[[dict[str, Any]], bool]:
 
 
 def _attention(number: int, what: str) -> Callable[[dict[str, Any]], bool]:
-    task = LEADERBOARD[number]
-    shape = {"grid": task.grid, "seq": task.seq, "dim": task.dim, "causal": task.causal, "pass": what}
-    shape |= {"batch": task.batch, "dtype": task.dtype}
-    return lambda config: all(config[key] == value for key, value in shape.items())
+    wanted = Attention([OURS], 1, {}).config(OURS, attention.LEADERBOARD[number], what)
+    return lambda config: config == wanted
 
 
 GOALS = (

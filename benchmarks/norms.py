@@ -73,10 +73,8 @@ def run(settings: NormSettings) -> list[Record]:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
     device = choose_device(settings.device)
     tasks, known = settings.tasks(device), list(NORM.candidates)
-    whole = {task.sizes for task in settings.tasks(torch.device("cuda"))}
-    fewer = [task for task in tasks if task.sizes not in whole]
-    fewest = f"{CPU_ELEMENTS // 2**20} M elements a tensor"
-    remark = f"on a CPU rows are scaled down to {fewest} ({fewer[0]}, ...)" if fewer else ""
+    fewer = set(tasks) - set(settings.tasks(torch.device("cuda")))
+    remark = f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor" if fewer else ""
     work, idle = [(NORM, task) for task in tasks], settings.idle(known, device, present=known)
     return run_kernels("norms", settings, work, SHEET, idle, remark)
 

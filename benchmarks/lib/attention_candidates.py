@@ -192,7 +192,7 @@ class Attention(Kernel):
         self, candidates: Sequence[str], rounds: int, published: Mapping[AttentionTask, dict[str, float]]
     ) -> None:
         self.candidates = {name: load for name, load in CANDIDATES.items() if name in candidates}
-        self.rounds, self.best = rounds, published
+        self.rounds, self.published = rounds, published
 
     def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
         shape = asdict(task)
@@ -206,9 +206,6 @@ class Attention(Kernel):
 
     def few(self, task: AttentionTask) -> AttentionTask:
         return replace(task, grid="gate", batch=1, seq=32, backward=True)
-
-    def published(self, task: AttentionTask) -> dict[str, float]:
-        return dict(self.best.get(task, {}))
 
     def phases(self, name: str, function: Function, task: AttentionTask, inputs: Inputs) -> Phases:
         """Forward, and the backward of its latest output."""

@@ -134,21 +134,12 @@ class CrossEntropy(Kernel):
         return products
 
 
-class ModelParameters:
-    """The parameters of a GPT-2 by layers, width and vocabulary, each with a gradient; shared by all candidates."""
-
-    def __init__(self, task: SizedTask, device: torch.device) -> None:
-        draw, _ = drawing(device)
-        self.values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
-        self.grads = [draw(value.shape) for value in self.values]
-        self.nbytes = sum(t.nbytes for t in (*self.values, *self.grads))
-
-    def parameters(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Copies of the values, with the gradients themselves, as parameters."""
-        made = [value.to(dtype, copy=True).requires_grad_() for value in self.values]
-        for parameter, grad in zip(made, self.grads, strict=True):
-            parameter.grad = grad.to(dtype)
-        return made
+def parameters(inputs: Inputs, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Copies of a model's values, with the gradients themselves, as parameters."""
+    made = [value.to(dtype, copy=True).requires_grad_() for value in inputs.others]
+    for parameter, grad in zip(made, inputs.grads, strict=True):
+        parameter.grad = grad.to(dtype)
+    return made
 
 
 def gpt2_shapes(sizes: tuple[int, ...], positions: int = 1024) -> list[tuple[int, ...]]:
@@ -199,15 +190,18 @@ class AdamWStep(Kernel):
         """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
         return (4 * 8 + 20) * self.parameters(task)
 
-    def inputs(self, task: SizedTask, device: torch.device) -> ModelParameters:
-        return ModelParameters(task, device)
+    def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
+        """Values of a model's parameters, and their gradients, which all candidates share."""
+        draw, _ = drawing(device)
+        values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
+        return Inputs({}, [draw(value.shape) for value in values], values)
 
-    def gate(self, name: str, function: Function, task: SizedTask, inputs: ModelParameters) -> float:
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
         """Two steps, so that the moments matter, against torch's AdamW in float64: how far each tensor has moved.
 
         A step of lr is rounded as finely as a parameter of 0.02 allows, which is 20 times as large.
         """
-        got, want = inputs.parameters(), inputs.parameters(torch.float64)
+        got, want = parameters(inputs), parameters(inputs, torch.float64)
         for optimizer in (function(got), torch.optim.AdamW(want, foreach=False, **self.options)):
             optimizer.step()
             for group in optimizer.param_groups:
@@ -215,15 +209,13 @@ class AdamWStep(Kernel):
                     parameter.grad = -0.5 * parameter.grad
             optimizer.step()
         error, bound = 0.0, STAGES * 20 * UNIT_ROUNDOFF["fp32"]
-        for number, (a, b, start) in enumerate(zip(got, want, inputs.values, strict=True)):
+        for number, (a, b, start) in enumerate(zip(got, want, inputs.others, strict=True)):
             moved = a.detach().double() - start, b.detach() - start
             error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
         return error
 
-    def make_pass(
-        self, name: str, function: Function, task: SizedTask, inputs: ModelParameters
-    ) -> Callable[[], object]:
-        return function(inputs.parameters()).step
+    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> Callable[[], object]:
+        return function(parameters(inputs)).step
 
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CrossEntropy(), SwiGLU(), AddRMSNorm(), AdamWStep())}

@@ -98,6 +98,7 @@ class Kernel(ABC):
     fraction: ClassVar[str] = "floor_fraction"  # metric of the floor's time over the candidate's
     rounds: int = 15
     candidates: Mapping[str, Load]
+    published: Mapping[Any, Mapping[str, float]] = {}  # results of all passes of a task together, as metrics
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
     times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
@@ -199,10 +200,6 @@ class Kernel(ABC):
         source = torch.ones(self.moved(task, device) // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
-
-    def published(self, task: Any) -> dict[str, float]:
-        """Published results of all passes together, as metrics."""
-        return {}
 
 
 def require_few(

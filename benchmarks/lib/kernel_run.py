@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import click
 import torch
 
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
-from benchmarks.lib.contest import OURS, UNTIMED, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError, refuse
+from benchmarks.lib.contest import OURS, UNTIMED, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError
 from benchmarks.lib.kernel import DtypeName, Kernel
 from benchmarks.lib.kernel_sheet import Sheet
 from benchmarks.lib.options import Recorder, RecordOptions
@@ -124,7 +124,7 @@ class Session:
 
     def compare(self, kernel: Kernel, task: Any) -> None:
         """Gate, time and record every candidate on one shape."""
-        contest, playing, inputs = Contest(self.clock), [], None
+        contest, playing, inputs = Contest(self.clock), [], cache(partial(kernel.inputs, task, self.device))
         seconds = self.seconds_of(kernel, task)
         for name in self.names(kernel):
             if (need := kernel.bytes_needed(name, task)) > self.usable:
@@ -133,12 +133,7 @@ class Session:
             elif objection := self.patience.objection(pace(name, kernel, task), seconds):
                 self.notes.setdefault(f"{name} left out, too slow for --patience", []).append(f"{task}, {objection}")
             else:
-                try:
-                    inputs = inputs or kernel.inputs(task, self.device)
-                except RuntimeError as error:
-                    contest.refusals[name] = refuse(name, error)
-                    continue
-                contest.enter(name, partial(kernel.prepare, self.clock, name, task, inputs))
+                contest.enter(name, lambda: kernel.prepare(self.clock, name, task, inputs()))  # noqa: B023
                 playing.append(pace(name, kernel, task))
         if contest.entries:
             if kernel.floor:
@@ -163,7 +158,7 @@ class Session:
         metrics: dict[str, Any] = summarise(samples) | entry.metrics | {"calls": entry.calls}
         if whole:
             self.patience.learn(pace(name, kernel, task), predicted["median_ms"] / 1e3, metrics["median_ms"] / 1e3)
-            metrics |= kernel.published(task)
+            metrics |= kernel.published.get(task, {})
         for unit in ("flops", "bytes"):
             if unit in predicted:
                 metrics |= {unit: predicted[unit], f"{unit}_per_s": 1e3 * predicted[unit] / metrics["median_ms"]}

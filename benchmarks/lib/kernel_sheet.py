@@ -67,11 +67,11 @@ class Sheet:
             console.console().print(f"{flag} ({where})", markup=False)
 
 
-def metric(key: str, form: Callable[[Any], str]) -> Callable[[Record], str]:
-    """A column of one metric, which may be unknown; empty where a record lacks it."""
+def metric(key: str, form: Callable[[Any], str], of: str = "metrics") -> Callable[[Record], str]:
+    """A column of one metric, or of a prediction; it may be unknown, and is empty where a record lacks it."""
 
     def cell(record: Record) -> str:
-        value = record.metrics.get(key, "")
+        value = getattr(record, of).get(key, "")
         return value if value == "" else "unknown" if value is None else form(value)
 
     return cell
@@ -80,23 +80,16 @@ def metric(key: str, form: Callable[[Any], str]) -> Callable[[Record], str]:
 BEST_OTHER = ("/ best other", metric("ratio_median", "{:.2f}".format))
 HOST = ("host", metric("host_us", lambda microseconds: format_ms(microseconds / 1e3)))
 PEAK = ("peak", metric("peak_memory_bytes", format_bytes))
-PLANNED_PEAK = (
-    "predicted",
-    lambda record: (
-        format_bytes(record.predicted["peak_memory_bytes"]) if "peak_memory_bytes" in record.predicted else ""
-    ),
-)
+PLANNED_PEAK = ("predicted", metric("peak_memory_bytes", format_bytes, "predicted"))
 
 
 def ceilings(records: Sequence[Record]) -> str:
-    """The rates that predictions were made with."""
-    rates = {
-        "Largest matrix products": ("peak_flops_per_s", "FLOP/s"), "Large copy": ("bandwidth_bytes_per_s", "B/s")
-    }  # fmt: skip
-    found = []
-    for title, (key, unit) in rates.items():
-        known = {r.config["dtype"]: f"{format_count(r.predicted[key])}{unit}" for r in records if key in r.predicted}
-        alike = len(set(known.values())) == 1 and key == "bandwidth_bytes_per_s"
-        words = list(known.values())[:1] if alike else [f"{dtype} {rate}" for dtype, rate in known.items()]
-        found += [f"{title}: {', '.join(words)}."] if words else []
-    return " ".join(found)
+    """The rates that predictions were made with: of products by dtype, and of a large copy."""
+    found: dict[str, dict[str, None]] = {"Largest matrix products": {}, "Large copy": {}}
+    for record in records:
+        products, copy = (record.predicted.get(rate) for rate in ("peak_flops_per_s", "bandwidth_bytes_per_s"))
+        if products:
+            found["Largest matrix products"][f"{record.config['dtype']} {format_count(products)}FLOP/s"] = None
+        if copy:
+            found["Large copy"][f"{format_count(copy)}B/s"] = None
+    return " ".join(f"{title}: {', '.join(rates)}." for title, rates in found.items() if rates)
