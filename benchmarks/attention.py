@@ -10,7 +10,7 @@ from benchmarks.lib.attention_candidates import CANDIDATES, Attention, Attention
 from benchmarks.lib.contest import OURS
 from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAK, PLANNED_PEAK, Sheet, metric
+from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAKS, Sheet, metric
 from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.host import console
@@ -49,8 +49,7 @@ SHEET = Sheet(
         ("MFU", metric("mfu", "{:.0%}".format)),
         BEST_OTHER,
         ("kept", metric("before_backward_bytes", format_bytes)),
-        PEAK,
-        PLANNED_PEAK,
+        *PEAKS,
     ),
     "FLOPs: 4 batch seq^2 dim forward, half with a causal mask; backward 2.5 x. predicted: FLOPs / the rate of the "
     "largest matrix product measured, MFU the FLOP/s over that rate. / best other: time over the fastest other's, in "

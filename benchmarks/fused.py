@@ -11,7 +11,7 @@ import torch
 from benchmarks.lib.fused_candidates import KERNELS
 from benchmarks.lib.kernel import FORWARD, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAK, PLANNED_PEAK, Sheet, metric
+from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAKS, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, setting
@@ -41,8 +41,7 @@ SHEET = Sheet(
         ("of floor", metric("floor_fraction_median", "{:.0%}".format)),
         BEST_OTHER,
         HOST,
-        PEAK,
-        PLANNED_PEAK,
+        *PEAKS,
     ),
     "of floor: the time of the floor, in turn with the candidates, over the candidate's. The floor is a copy of as many"
     " bytes, for cross-entropy (tokens x d_model x vocab) the matrix products alone, of which 80% are the goal. "
@@ -81,10 +80,9 @@ class FusedSettings(KernelSettings):
         """Return the reason why there is nothing to measure, empty if there is something."""
         kernels, names = list(dict.fromkeys(task.kernel for task in self.tasks(device))), self.kernels()
         if not kernels:
-            dtypes = {name: (None, *KERNELS[name].dtypes) for name in names}
             return "; ".join(
                 f"{name} has no forward pass"
-                if self.dtype in dtypes[name]
+                if self.dtype in (None, *KERNELS[name].dtypes)
                 else f"{name} is not measured in {self.dtype}"
                 for name in names
             )

@@ -1,6 +1,7 @@
 """Times of RMSNorm and LayerNorm beside that of a copy: `python -m benchmarks.norms`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,20 +52,17 @@ class NormSettings(KernelSettings):
 
     def tasks(self, device: torch.device) -> list[SizedTask]:
         """The passes to measure: the write-up's and a language model's, or those that were asked for."""
-        if self.rows or self.columns:
-            names: tuple[DtypeName, ...] = (self.dtype or "fp32",)
-            sizes = {names[0]: [(self.rows or COURSE_ROWS, columns) for columns in self.columns or COURSE_COLUMNS]}
-        else:
-            sizes = {"fp32": [(COURSE_ROWS, columns) for columns in COURSE_COLUMNS], "bf16": list(LLM_SHAPES)}
-        found = []
+        course = [(self.rows or COURSE_ROWS, columns) for columns in self.columns or COURSE_COLUMNS]
+        sizes: dict[DtypeName, Sequence[tuple[int, int]]] = {self.dtype or "fp32": course}
+        if not self.rows and not self.columns:
+            sizes = {"fp32": course, "bf16": LLM_SHAPES}
+        whats, found = list(filter(self.wants, (FORWARD, BOTH))), dict[SizedTask, None]()
         for dtype, pairs in sizes.items():
             for rows, columns in pairs if self.dtype in (None, dtype) else ():
-                fewer = max(1, CPU_ELEMENTS // columns)
-                kept = min(rows, fewer) if device.type == "cpu" and not self.rows else rows
-                found += [
-                    SizedTask(NORM.name, (kept, columns), dtype, what) for what in (FORWARD, BOTH) if self.wants(what)
-                ]
-        return list(dict.fromkeys(found))
+                fewer = device.type == "cpu" and not self.rows
+                kept = min(rows, max(1, CPU_ELEMENTS // columns)) if fewer else rows
+                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in whats)
+        return list(found)
 
 
 def run(settings: NormSettings) -> list[Record]:

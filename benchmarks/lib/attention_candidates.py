@@ -19,15 +19,15 @@ from benchmarks.lib.kernel import (
     BOTH,
     DTYPES,
     FORWARD,
-    UNIT_ROUNDOFF,
     DtypeName,
     Function,
     Inputs,
     Kernel,
     Load,
     drawing,
-    only_triton,
+    ours,
     require_few,
+    tolerance,
 )
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
@@ -114,7 +114,7 @@ def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if task.dim > MAX_DIM:
         raise UnavailableError(f"takes dims up to {MAX_DIM}, not {task.dim}")
-    return only_triton(lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal), task, device)
+    return ours(lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal))(task, device)
 
 
 def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
@@ -172,7 +172,7 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
     The output of a few queries, from the first to the last, needs only them.
     """
     queries = spread(task.seq, GATE_QUERIES, inputs.leaves["q"].device)
-    bound = STAGES * (UNIT_ROUNDOFF[task.dtype] + max(task.seq, task.dim) ** 0.5 * UNIT_ROUNDOFF["fp32"])
+    bound = tolerance(task, max(task.seq, task.dim), STAGES)
     at, functions = (slice(None), queries), (function, partial(some_queries, queries=queries, is_causal=task.causal))
     return require_few(name, functions, inputs.leaves, {"q": at}, ["output"], at, inputs.grads, bound)
 

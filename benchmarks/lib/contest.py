@@ -167,12 +167,12 @@ class Stopwatch:
         entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
 
 
+@dataclass
 class Patience:
     """Expected time of a candidate on a shape: its prediction, times the ratio of its last time to the prediction."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.slowness: dict[str, float] = {}
+    seconds: float
+    slowness: dict[str, float] = field(default_factory=dict)
 
     def expected(self, name: str, predicted: float) -> float:
         """Seconds of one call."""

@@ -100,6 +100,7 @@ class Kernel(ABC):
     candidates: Mapping[str, Load]
     published: Mapping[Any, Mapping[str, float]] = {}  # results of all passes of a task together, as metrics
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
+    predicts_peak: ClassVar[bool] = True  # otherwise `peak_bytes` is a lower bound, and not recorded
     times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
     def config(self, name: str, task: Any, what: str) -> dict[str, Any]:
@@ -120,8 +121,8 @@ class Kernel(ABC):
         """The least that the passes read and write, in bytes; 0 if only their products count."""
 
     @abstractmethod
-    def peak_bytes(self, name: str, task: Any) -> int | None:
-        """Peak bytes of a candidate, inputs and results included; None if they are not predicted."""
+    def peak_bytes(self, name: str, task: Any) -> int:
+        """Peak bytes of a candidate, inputs and results included."""
 
     def other_bytes(self, task: Any) -> int:
         """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
@@ -133,7 +134,7 @@ class Kernel(ABC):
 
     def bytes_needed(self, name: str, task: Any) -> int:
         """Bytes that have to be free for a candidate to take part."""
-        return max(self.peak_bytes(name, task) or 0, self.gate_bytes(task)) + self.other_bytes(task)
+        return max(self.peak_bytes(name, task), self.gate_bytes(task)) + self.other_bytes(task)
 
     def few(self, task: Any) -> Any:
         """A shape for the check in Triton's interpreter."""
@@ -263,16 +264,16 @@ def compiling(function: Function) -> Load:
     return lambda task, device: compiled(function, device)
 
 
-def only_triton(function: Function, task: object, device: torch.device) -> Function:
-    """Load this project's kernel. Raises UnavailableError without Triton, where plain torch would replace it."""
-    if not HAVE_TRITON:
-        raise UnavailableError("Triton is not installed")
-    return function
-
-
 def ours(function: Function) -> Load:
-    """Make a candidate of this project's kernel."""
-    return partial(only_triton, function)
+    """Make a candidate of this project's kernel; without Triton it is unavailable, since plain torch would replace
+    it."""
+
+    def load(task: object, device: torch.device) -> Function:
+        if not HAVE_TRITON:
+            raise UnavailableError("Triton is not installed")
+        return function
+
+    return load
 
 
 def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> Load:
@@ -286,6 +287,6 @@ def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> 
     return load
 
 
-def tolerance(task: SizedTask, longest_sum: int) -> float:
-    """The error that STAGES roundings and a sum in float32 explain."""
-    return STAGES * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])
+def tolerance(task: Any, longest_sum: int, stages: int = STAGES) -> float:
+    """The error that so many roundings and a sum in float32 explain."""
+    return stages * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])

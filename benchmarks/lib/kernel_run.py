@@ -115,8 +115,9 @@ class Session:
                 seconds += amount / per_second
                 terms.append(f"{unit} / {rate}")
         predicted = {"median_ms": 1e3 * seconds} | predicted | {"formula": " + ".join(terms)}
-        peak = None if name == kernel.floor else kernel.peak_bytes(name, task)
-        return predicted if peak is None else predicted | {"peak_memory_bytes": peak}
+        if name != kernel.floor and kernel.predicts_peak:
+            predicted["peak_memory_bytes"] = kernel.peak_bytes(name, task)
+        return predicted
 
     def seconds_of(self, kernel: Kernel, task: Any) -> float:
         """The predicted seconds of one call of all passes, of the floor if there is one."""
@@ -177,19 +178,19 @@ class Session:
 
     def check_interpreted(self, work: Work) -> None:
         """On a CPU, check our kernels on small shapes, and print the errors. A wrong result is added to the faults."""
-        said, passed, shapes = [f"{OURS}: {INTERPRETER}"], dict[str, float](), dict[str, dict[str, None]]()
+        said, passed = [f"{OURS}: {INTERPRETER}"], dict[str, dict[str, float]]()
         few = dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates)
         for kernel, task in few if INTERPRETED else ():
             try:
                 function = kernel.candidates[OURS](task, self.device)
                 error = kernel.gate(OURS, function, task, kernel.inputs(task, self.device))
-                passed[kernel.name] = max(error, passed.get(kernel.name, 0.0))
-                shapes.setdefault(kernel.name, {})[task.shape] = None
+                errors = passed.setdefault(kernel.name, {})
+                errors[task.shape] = max(error, errors.get(task.shape, 0.0))
             except UnavailableError as reason:
                 said.append(f"not checked: {reason}")
             except WrongResultError as wrong:
                 self.faults.append(f"{kernel.name}: {wrong}")
-        found = (f"{name} within {error:.1e} ({', '.join(shapes[name])})" for name, error in passed.items())
+        found = (f"{name} within {max(each.values()):.1e} ({', '.join(each)})" for name, each in passed.items())
         said += [f"gate: equals float64, {', '.join(found)}"] if passed else []
         said += [] if INTERPRETED else ["not checked, because TRITON_INTERPRET=1 is not set"]
         print(printable("; ".join(dict.fromkeys(said))))

@@ -79,8 +79,10 @@ def metric(key: str, form: Callable[[Any], str], of: str = "metrics") -> Callabl
 
 BEST_OTHER = ("/ best other", metric("ratio_median", "{:.2f}".format))
 HOST = ("host", metric("host_us", lambda microseconds: format_ms(microseconds / 1e3)))
-PEAK = ("peak", metric("peak_memory_bytes", format_bytes))
-PLANNED_PEAK = ("predicted", metric("peak_memory_bytes", format_bytes, "predicted"))
+PEAKS = (
+    ("peak", metric("peak_memory_bytes", format_bytes)),
+    ("predicted", metric("peak_memory_bytes", format_bytes, "predicted")),
+)
 
 
 def ceilings(records: Sequence[Record]) -> str:

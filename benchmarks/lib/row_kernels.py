@@ -54,16 +54,13 @@ class RowKernel(Kernel):
         leaves |= {name: 1 + 0.1 * draw(task.sizes[1]) for name in self.weights}
         return Inputs(leaves, [draw(task.sizes) for _ in self.results] if task.what == BOTH else [])
 
-    def least_bytes(self, name: str, task: SizedTask) -> int:
+    def peak_bytes(self, name: str, task: SizedTask) -> int:
         """Matrices, results, and with a backward upstream gradients and gradients."""
         matrices, results = len(self.matrices), len(self.results)
         gradients = matrices + results if task.what == BOTH else 0
         between = self.between.get((name, task.what), 0)
         copies = matrices if name in self.in_place else 0
         return (matrices + results + gradients + between + copies) * task.sizes[0] * task.sizes[1] * task.itemsize
-
-    def peak_bytes(self, name: str, task: SizedTask) -> int | None:
-        return self.least_bytes(name, task)
 
     def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
         leaves, functions = self.leaves(name, inputs), (function, self.equations(name))
@@ -109,6 +106,7 @@ class Norm(RowKernel):
 
     name = "norm"
     fraction = "copy_fraction"
+    predicts_peak = False  # what the unfused candidates keep between their operations is not known
     times_host = False  # of a tiny shape instead
     matrices, weights = ("x",), ("weight", "bias")
     candidates: Mapping[str, Load] = {
@@ -139,12 +137,6 @@ class Norm(RowKernel):
 
     def few(self, task: SizedTask) -> SizedTask:
         return replace(task, sizes=(8, min(task.sizes[1], 1024)))
-
-    def peak_bytes(self, name: str, task: SizedTask) -> None:
-        """Not predicted: what the unfused candidates keep between their operations is not known."""
-
-    def bytes_needed(self, name: str, task: SizedTask) -> int:
-        return self.least_bytes(name, task) + self.other_bytes(task)
 
     def prepare(self, clock: Stopwatch, name: str, task: SizedTask, inputs: Any) -> Entry:
         """The host time is that of a tiny shape. It is measured first: compiling for a shape forgets the last."""
