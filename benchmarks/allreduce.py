@@ -1,7 +1,9 @@
 """Time of an all-reduce: `python -m benchmarks.allreduce`, or under torchrun, with the ranks that it starts."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,14 +24,15 @@ from benchmarks.collective import (
     work,
 )
 from benchmarks.lib import mpi, sheets
-from benchmarks.records import Record, open_records, read_records
+from benchmarks.lib.options import Recorder
+from benchmarks.records import Record, every_record
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.comm.startup import can_share
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.machine import choose_device, environment
+from cs336_systems.host.machine import choose_device
 from cs336_systems.host.text import printable
 
 COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
@@ -84,72 +87,62 @@ def places(settings: AllReduceSettings, here: Place) -> list[Place]:
     return [here]
 
 
-def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Path]:
-    """Run every combination; records go to `scratch` and, unless it is a smoke run, to the files that are returned.
-
-    What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
-    """
-    sizes = parse_sizes(settings.sizes or COURSE_SIZES)
-    todo, started = places(settings, here), here.world_size > 1
-    written: dict[Path, None] = {}
-    for device, backend in combinations(settings):
-        paths = [scratch]
-        if here.rank == 0 and not settings.smoke:
-            paths.append(open_records(settings.records_folder(torch.device(device)), "allreduce"))
-        job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
-        for place in todo:
-            if reason := cannot(backend, place):
-                if here.rank == 0 and (backend not in OPTIONAL or settings.backend):
-                    refuse(job, place, reason)
-            elif backend == "mpi":
-                mpi.work(place, job)
-            elif started:
-                work(here, job)
-            else:
-                run_ranks(work, place.world_size, device, job)
-        written |= dict.fromkeys(paths[1:])
-    return list(written)
+def measure(job: AllReduceJob, place: Place, started: bool) -> None:
+    """Run a job on some ranks, which have been `started` or are now; its file then has the records of rank 0."""
+    if reason := cannot(job.backend, place):
+        if place.rank == 0 and (job.backend not in OPTIONAL or job.settings.backend):
+            job.refuse(place, reason, job.sizes)
+    elif job.backend == "mpi":
+        mpi.work(place, job)
+    elif started:
+        work(place, job)
+    else:
+        run_ranks(work, place.world_size, job.device, job)
 
 
-def refuse(job: AllReduceJob, place: Place, reason: str) -> None:
-    """Record every size as unsupported, with the reason."""
-    stamp = environment(torch.device(job.device), job.settings.commit)
-    for nbytes in job.sizes:
-        job.keep(replace(job.record(place, nbytes, stamp), status="unsupported", flags=[reason]))
+def name_of(record: Record) -> str:
+    """`2 ranks gloo cpu 1 MB`."""
+    return "{ranks} ranks {backend} {device} ".format(**record.config) + size_name(record.config["bytes"])
 
 
-def show(records: list[Record]) -> None:
+def show(records: Sequence[Record]) -> None:
     """The table of what was measured, predictions beside it, and what is suspect or missing."""
     sheets.show(parallel_tables.sheets(records))
     for line in sheets.remarks(records, name_of):
         console.console().print(line)
 
 
-def name_of(record: Record) -> str:
-    """`2 ranks gloo cpu 1 MB`."""
-    config = record.config
-    return f"{config['ranks']} ranks {config['backend']} {config['device']} {size_name(config['bytes'])}"
-
-
 def run(settings: AllReduceSettings) -> None:
-    """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+    """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run.
+
+    What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
+    """
     here = find_place()
     if settings.smoke:
         nproc = 2 if here.world_size == 1 else None
         settings = replace(settings, sizes=SMOKE_SIZES, steps=2, warmup=1, nproc=nproc)
-    with TemporaryDirectory(prefix="allreduce-") as folder:
-        scratch = Path(folder, "allreduce.jsonl")
-        scratch.touch()
-        try:
-            written = measure(settings, here, scratch)
-        except CommError as error:
-            raise UserError(str(error)) from None
-        finally:
-            if here.rank == 0 and (records := read_records(scratch)):
-                show(records)
-    for path in written:
-        print(printable(f"records appended to {path}"))
-        print(printable(f"plot of its records in {plot(path)}") if can_plot() else HOW_TO_PLOT)
+    sizes, todo = parse_sizes(settings.sizes or COURSE_SIZES), places(settings, here)
+    recorders: dict[str, Recorder] = {}
+    try:
+        for (device, backend), place in product(combinations(settings), todo):
+            if here.rank == 0 and device not in recorders:
+                recorders[device] = settings.recorder("allreduce", torch.device(device))
+            with TemporaryDirectory(prefix="allreduce-") as folder:
+                job = AllReduceJob(settings, backend, device, sizes, Path(folder, "records"))
+                try:
+                    measure(job, place, started=here.world_size > 1)
+                finally:
+                    if job.path.exists():
+                        recorders[device].keep(*every_record(job.path))
+    except CommError as error:
+        raise UserError(str(error)) from None
+    finally:
+        if found := [record for recorder in recorders.values() for record in recorder.records]:
+            show(found)
+    for recorder in recorders.values():
+        recorder.tell()
+        if recorder.path:
+            print(printable(f"plot of its records in {plot(recorder.path)}") if can_plot() else HOW_TO_PLOT)
 
 
 @click.command()

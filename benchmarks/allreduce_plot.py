@@ -1,5 +1,6 @@
 """Time of an all-reduce over its size, a line for each number of ranks and backend, the prediction dashed beside it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import cycle
@@ -34,14 +35,12 @@ def draw(records: Sequence[Record]) -> Any:
     """A matplotlib Figure of some records: a colour for each backend and link, a marker for each number of ranks."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7.5, 5.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
-    colours, markers = cycle(colour for colour, _ in STYLES), cycle(marker for _, marker in STYLES)
-    of_link: dict[tuple[Any, ...], str] = {}
-    of_ranks: dict[int, str] = {}
+    colours: dict[Any, str] = defaultdict(cycle(colour for colour, _ in STYLES).__next__)
+    markers: dict[int, str] = defaultdict(cycle(marker for _, marker in STYLES).__next__)
     for name, line in lines(records).items():
         config = line[0].config
         link = config["backend"], config["device"], config["nodes"], config["link"]
-        colour = of_link.get(link) or of_link.setdefault(link, next(colours))
-        marker = of_ranks.get(config["ranks"]) or of_ranks.setdefault(config["ranks"], next(markers))
+        colour, marker = colours[link], markers[config["ranks"]]
         sizes = [record.config["bytes"] for record in line]
         times, low, high = ([r.metrics[f"{key}_ms"] / 1e3 for r in line] for key in ("mean", "min", "max"))
         axes.plot(sizes, times, color=colour, marker=marker, markersize=5, label=plot_text(name))

@@ -8,9 +8,9 @@ import click
 
 from benchmarks.lib.attention_candidates import CANDIDATES, Attention, AttentionTask
 from benchmarks.lib.contest import OURS
-from benchmarks.lib.kernel import FORWARD, DtypeName
-from benchmarks.lib.kernel_run import KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAK, PLANNED_PEAK, Sheet, metric
+from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName
+from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
+from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAKS, Sheet, metric
 from benchmarks.lib.options import COUNT
 from benchmarks.records import Record
 from cs336_systems.host import console
@@ -49,13 +49,13 @@ SHEET = Sheet(
         ("MFU", metric("mfu", "{:.0%}".format)),
         BEST_OTHER,
         ("kept", metric("before_backward_bytes", format_bytes)),
-        PEAK,
-        PLANNED_PEAK,
+        *PEAKS,
     ),
     "FLOPs: 4 batch seq^2 dim forward, half with a causal mask; backward 2.5 x. predicted: FLOPs / the rate of the "
     "largest matrix product measured, MFU the FLOP/s over that rate. / best other: time over the fastest other's, in "
     "turns. kept: memory in use before backward (CPU: what forward keeps for it). "
     "predicted peak: inputs, outputs, gradients, and naive attention's scores",
+    lambda config: bool(config["pass"] == (BOTH if config["keeps"] else FORWARD)),
 )
 
 
@@ -63,6 +63,7 @@ SHEET = Sheet(
 class AttentionSettings(KernelSettings):
     """Options of the command line, one field each."""
 
+    candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(CANDIDATES)))
     grid: Grid = setting("course", "Shapes of one of the write-up's tasks.")
     sequence: tuple[int, ...] = setting((), "Context instead of the grid's; may be repeated.", type=COUNT)
     dim: tuple[int, ...] = setting((), "Head dimension instead of the grid's; may be repeated.", type=COUNT)
@@ -99,7 +100,7 @@ def run(settings: AttentionSettings) -> list[Record]:
     idle = settings.idle(CANDIDATES, device, names, absent=f"not in the grid {settings.grid}")
     kernel = Attention(names, ROUNDS[settings.grid], PUBLISHED)
     work = [(kernel, task) for task in settings.tasks()]
-    records = run_kernels("attention", settings, CANDIDATES, work, SHEET, idle, remark="")
+    records = run_kernels("attention", settings, work, SHEET, idle)
     for record in records:
         metrics, name = record.metrics, record.config["candidate"]
         if best := metrics.get("published_best_ms"):

@@ -1,9 +1,10 @@
 """Timing all-reduces on every rank: check one, probe the links, predict, measure, and record on rank 0."""
 
+import json
 import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,14 @@ from torch import Tensor
 from benchmarks.harness import WrongResultError, noise, require_close, summarise
 from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.rank_times import time_ranks
-from benchmarks.records import Record, append_record, require_written
+from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
 from cs336_systems.comm.shared_verbs import shared_empty
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import PATIENCE, format_bytes, format_count, setting
+from cs336_systems.host.console import PATIENCE, format_bytes, format_count, os_errors, setting
 from cs336_systems.host.machine import environment, out_of_memory, usable_memory
 from cs336_systems.traffic import sent
 
@@ -33,8 +34,6 @@ WORKSPACE = 2  # bytes that a rank needs for each byte reduced: the tensor, and 
 SMALL_BYTES = 4096  # of an all-reduce that takes its latency; of one element most ranks would have no part to send
 PROBE_BYTES = 8_000_000  # sent by each rank to measure the links: larger than the caches, but sent quickly
 
-
-Advance = Callable[[str], None]
 AllReduceBackend = Literal["shm", "gloo", "nccl", "mpi"]
 
 
@@ -56,17 +55,18 @@ class AllReduceSettings(RecordOptions):
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """`512KB 1MB, 2MiB` in bytes: K, M and G count in thousands, Ki, Mi and Gi in 1024s. Raises UserError."""
-    return tuple(_parse_size(word) for word in text.replace(",", " ").split())
-
-
-def _parse_size(word: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]I?)?B?", word.upper())
-    if not found:
-        raise UserError(f"{word!r} is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)")
-    count = float(found[1]) * UNITS[found[2] or ""]
-    if count < ITEM or count % ITEM:
-        raise UserError(f"{word} is {count:.12g} bytes, which no number of float32 elements ({ITEM} bytes each) fills")
-    return int(count)
+    sizes = []
+    for word in text.replace(",", " ").split():
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]I?)?B?", word.upper())
+        if not found:
+            raise UserError(f"{word!r} is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)")
+        count = float(found[1]) * UNITS[found[2] or ""]
+        if count < ITEM or count % ITEM:
+            raise UserError(
+                f"{word} is {count:.12g} bytes, which no number of float32 elements ({ITEM} bytes each) fills"
+            )
+        sizes.append(int(count))
+    return tuple(sizes)
 
 
 def size_name(nbytes: float) -> str:
@@ -77,31 +77,31 @@ def size_name(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class AllReduceJob:
-    """One backend, one kind of device, some sizes; `paths` are the files that rank 0 appends its records to."""
+    """One backend, one kind of device, some sizes, and the file in which rank 0 leaves its records for its parent."""
 
     settings: AllReduceSettings
     backend: AllReduceBackend
     device: str
     sizes: tuple[int, ...]
-    paths: tuple[Path, ...]
+    path: Path
 
     def record(self, place: Place, nbytes: int, stamp: dict[str, Any]) -> Record:
         """Make the record of one size, still without results. `stamp` is the machine's environment."""
-        config = {
-            "ranks": place.world_size,
-            "nodes": place.world_size // place.local_world_size,
-            "backend": self.backend,
-            "device": self.device,
-            "bytes": nbytes,
-            "warmup": self.settings.warmup,
-            "link": self.settings.link or "",
-        }
-        return Record("allreduce", config, stamp | {"world_size": place.world_size, "backend": self.backend})
+        ranks, settings = place.world_size, self.settings
+        config: dict[str, Any] = {"ranks": ranks, "nodes": ranks // place.local_world_size, "backend": self.backend}
+        config |= {"device": self.device, "bytes": nbytes, "warmup": settings.warmup, "link": settings.link or ""}
+        return Record("allreduce", config, stamp | {"world_size": ranks, "backend": self.backend})
 
     def keep(self, record: Record) -> None:
-        """Append a record at once, so that it is kept if a later measurement fails."""
-        for path in self.paths:
-            append_record(record, path)
+        """Hand a record to the process that started the ranks, at once, in case that a later measurement fails."""
+        with os_errors(f"write {self.path}"), self.path.open("a", encoding="utf-8") as file:
+            print(json.dumps(asdict(record), allow_nan=False), file=file)
+
+    def refuse(self, place: Place, reason: str, sizes: Sequence[int]) -> None:
+        """Record some sizes as unsupported, with the reason."""
+        stamp = environment(torch.device(self.device), self.settings.commit)
+        for nbytes in sizes:
+            self.keep(replace(self.record(place, nbytes, stamp), status="unsupported", flags=[reason]))
 
 
 def probe(group: Group, device: torch.device, backend: str) -> Link:
@@ -215,19 +215,15 @@ def require_mean(error: float, nbytes: int, ranks: int, settings: AllReduceSetti
 
 
 def time_size(
-    nbytes: int, group: Group, device: torch.device, settings: AllReduceSettings, advance: Advance
+    nbytes: int, group: Group, device: torch.device, settings: AllReduceSettings, advance: Callable[[str], None]
 ) -> tuple[Tensor, Tensor] | None:
     """Milliseconds of one size's all-reduces and of as many copies (rank sample); None if a rank has no memory. Raises
     WrongResultError."""
     flat = allocate(nbytes, group, device)
     if flat is None:
         return None
-    warmup, steps, name = settings.warmup, settings.steps, size_name(nbytes)
-
-    def run() -> None:
-        all_reduce(flat, group, name).wait()
-
-    times = time_ranks(run, group, device, warmup, steps, advance)
+    name, steps = size_name(nbytes), settings.steps
+    times = time_ranks(lambda: all_reduce(flat, group, name).wait(), group, device, settings.warmup, steps, advance)
     mean = (group.size() + 1) / 2  # and it stays that: the mean of equal values
     require_mean(max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax()), nbytes, group.size(), settings)
     twin = torch.empty_like(flat)
@@ -240,17 +236,14 @@ def work(place: Place, job: AllReduceJob) -> None:
     with distributed(device, job.backend, settings.timeout, place) as group:
         gate(group, device)
         link, usable = probe(group, device, job.backend), room(group, device)
-        fitting = [nbytes for nbytes in job.sizes if WORKSPACE * nbytes <= usable]
         passes, first = settings.warmup + settings.steps, group.rank() == 0
         stamp = environment(device, settings.commit) if first else {}
         for nbytes in job.sizes:
             title = f"{group.size()} ranks, {job.backend}, {job.device}, {size_name(nbytes)}"
             expected, found = passes * link.seconds(nbytes, group.size()), None
-            if nbytes in fitting:
+            if WORKSPACE * nbytes <= usable:
                 with console.progress(title, passes, expected, quiet=not first) as advance:
                     found = time_size(nbytes, group, device, settings, advance)
             if first:
                 times, copies = found or (None, None)
                 job.keep(finished(job.record(place, nbytes, stamp), times, link, usable, copies))
-    for path in job.paths:
-        require_written(path)

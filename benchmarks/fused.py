@@ -9,9 +9,9 @@ import click
 import torch
 
 from benchmarks.lib.fused_candidates import KERNELS
-from benchmarks.lib.kernel import SizedTask
-from benchmarks.lib.kernel_run import KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAK, PLANNED_PEAK, Sheet, metric
+from benchmarks.lib.kernel import FORWARD, SizedTask
+from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
+from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAKS, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, setting
@@ -41,8 +41,7 @@ SHEET = Sheet(
         ("of floor", metric("floor_fraction_median", "{:.0%}".format)),
         BEST_OTHER,
         HOST,
-        PEAK,
-        PLANNED_PEAK,
+        *PEAKS,
     ),
     "of floor: the time of the floor, in turn with the candidates, over the candidate's. The floor is a copy of as many"
     " bytes, for cross-entropy (tokens x d_model x vocab) the matrix products alone, of which 80% are the goal. "
@@ -50,6 +49,7 @@ SHEET = Sheet(
     "step of all its parameters. predicted: FLOPs / the rate of the largest product "
     "+ bytes / the rate of a large copy. / best other: time over the fastest other's. host: for how long a call keeps "
     "it busy. predicted peak: inputs, results, gradients, state, and logits as far as they are kept",
+    lambda config: bool(config["pass"] != FORWARD),
 )
 KERNEL_NAMES = click.Choice(list(KERNELS))
 
@@ -58,6 +58,7 @@ KERNEL_NAMES = click.Choice(list(KERNELS))
 class FusedSettings(KernelSettings):
     """Options of the command line, one field each."""
 
+    candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(KNOWN)))
     kernel: tuple[str, ...] = setting((), "Only this kernel; may be repeated.  [default: all]", type=KERNEL_NAMES)
 
     def kernels(self) -> list[str]:
@@ -79,14 +80,13 @@ class FusedSettings(KernelSettings):
         """Return the reason why there is nothing to measure, empty if there is something."""
         kernels, names = list(dict.fromkeys(task.kernel for task in self.tasks(device))), self.kernels()
         if not kernels:
-            dtypes = {name: (None, *KERNELS[name].dtypes) for name in names}
             return "; ".join(
                 f"{name} has no forward pass"
-                if self.dtype in dtypes[name]
+                if self.dtype in (None, *KERNELS[name].dtypes)
                 else f"{name} is not measured in {self.dtype}"
                 for name in names
             )
-        present = chain.from_iterable(KERNELS[name].candidates for name in kernels)
+        present = set(chain.from_iterable(KERNELS[name].candidates for name in kernels))
         return self.idle(KNOWN, device, present, absent=f"no candidate for {', '.join(kernels)}")
 
 
@@ -97,7 +97,7 @@ def run(settings: FusedSettings) -> list[Record]:
     device = choose_device(settings.device)
     work = [(KERNELS[task.kernel], task) for task in settings.tasks(device)]
     remark = "" if settings.smoke or not work else "on a CPU shapes are scaled down to what it computes in a moment"
-    return run_kernels("fused", settings, KNOWN, work, SHEET, settings.why_idle(device), remark)
+    return run_kernels("fused", settings, work, SHEET, settings.why_idle(device), remark)
 
 
 @click.command()

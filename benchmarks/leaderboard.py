@@ -16,7 +16,7 @@ import torch
 from benchmarks.attention import LEADERBOARD
 from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
-from benchmarks.lib.attention_candidates import Inputs, flops, gate, load_ours
+from benchmarks.lib.attention_candidates import flops, gate, inputs, load_ours
 from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
 from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.options import COUNT, RecordOptions
@@ -182,7 +182,7 @@ def run_attention(settings: LeaderboardSettings, device: torch.device, hardware:
         print(f"{ATTENTION}: not run on a CPU, where Triton has an interpreter only")
         return fields | {"status": "unsupported", "flags": ["needs a GPU"]}
     flash: Function = compiled(load_ours(TASK, device), device)
-    error = gate(OURS, flash, TASK, Inputs(TASK, device))
+    error = gate(OURS, flash, TASK, inputs(TASK, device))
     print(f"{ATTENTION}: gate: equals float64 within {error:.1e}")
     samples = time_attention(flash, 0.1 if settings.smoke else settings.seconds, device)
     return fields | {"samples_ms": samples, "metrics": {"gate_error": error} | published(ATTENTION)}

@@ -1,6 +1,7 @@
 """Times of RMSNorm and LayerNorm beside that of a copy: `python -m benchmarks.norms`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import click
 import torch
 
 from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName, SizedTask
-from benchmarks.lib.kernel_run import KernelSettings, run_kernels
+from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, Sheet, metric
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.row_kernels import Norm
@@ -37,6 +38,7 @@ SHEET = Sheet(
     "median. of copy: the time of a copy that moves as many bytes, in turn with the others, over the candidate's. "
     "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long one "
     "call on 16 x 1024 keeps it busy; on a CPU, how long it takes",
+    lambda config: bool(config["pass"] == BOTH or config["dtype"] == "fp32"),  # forward alone as the course asks
 )
 
 
@@ -44,25 +46,23 @@ SHEET = Sheet(
 class NormSettings(KernelSettings):
     """Options of the command line, one field each."""
 
+    candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(NORM.candidates)))
     rows: int | None = setting(None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=COUNT)
     columns: tuple[int, ...] = setting((), "Columns; may be repeated.", type=COUNT)
 
     def tasks(self, device: torch.device) -> list[SizedTask]:
         """The passes to measure: the write-up's and a language model's, or those that were asked for."""
-        if self.rows or self.columns:
-            names: tuple[DtypeName, ...] = (self.dtype or "fp32",)
-            sizes = {names[0]: [(self.rows or COURSE_ROWS, columns) for columns in self.columns or COURSE_COLUMNS]}
-        else:
-            sizes = {"fp32": [(COURSE_ROWS, columns) for columns in COURSE_COLUMNS], "bf16": list(LLM_SHAPES)}
-        found = []
+        course = [(self.rows or COURSE_ROWS, columns) for columns in self.columns or COURSE_COLUMNS]
+        sizes: dict[DtypeName, Sequence[tuple[int, int]]] = {self.dtype or "fp32": course}
+        if not self.rows and not self.columns:
+            sizes = {"fp32": course, "bf16": LLM_SHAPES}
+        whats, found = list(filter(self.wants, (FORWARD, BOTH))), dict[SizedTask, None]()
         for dtype, pairs in sizes.items():
             for rows, columns in pairs if self.dtype in (None, dtype) else ():
-                fewer = max(1, CPU_ELEMENTS // columns)
-                kept = min(rows, fewer) if device.type == "cpu" and not self.rows else rows
-                found += [
-                    SizedTask(NORM.name, (kept, columns), dtype, what) for what in (FORWARD, BOTH) if self.wants(what)
-                ]
-        return list(dict.fromkeys(found))
+                fewer = device.type == "cpu" and not self.rows
+                kept = min(rows, max(1, CPU_ELEMENTS // columns)) if fewer else rows
+                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in whats)
+        return list(found)
 
 
 def run(settings: NormSettings) -> list[Record]:
@@ -71,12 +71,10 @@ def run(settings: NormSettings) -> list[Record]:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
     device = choose_device(settings.device)
     tasks, known = settings.tasks(device), list(NORM.candidates)
-    whole = {task.sizes for task in settings.tasks(torch.device("cuda"))}
-    fewer = [task for task in tasks if task.sizes not in whole]
-    fewest = f"{CPU_ELEMENTS // 2**20} M elements a tensor"
-    remark = f"on a CPU rows are scaled down to {fewest} ({fewer[0]}, ...)" if fewer else ""
+    fewer = set(tasks) - set(settings.tasks(torch.device("cuda")))
+    remark = f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor" if fewer else ""
     work, idle = [(NORM, task) for task in tasks], settings.idle(known, device, present=known)
-    return run_kernels("norms", settings, known, work, SHEET, idle, remark)
+    return run_kernels("norms", settings, work, SHEET, idle, remark)
 
 
 @click.command()

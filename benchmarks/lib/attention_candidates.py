@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,22 +10,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import require_close
+from benchmarks.harness import Phases
 from benchmarks.lib.contest import OURS, UnavailableError, compiled, spread
 from benchmarks.lib.kernel import (
     BACKWARD,
     BOTH,
     DTYPES,
     FORWARD,
-    UNIT_ROUNDOFF,
     DtypeName,
     Function,
+    Inputs,
     Kernel,
     Load,
-    only_triton,
+    drawing,
+    ours,
+    require_few,
+    tolerance,
 )
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
@@ -112,7 +114,7 @@ def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if task.dim > MAX_DIM:
         raise UnavailableError(f"takes dims up to {MAX_DIM}, not {task.dim}")
-    return only_triton(lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal), task, device)
+    return ours(lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal))(task, device)
 
 
 def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
@@ -147,16 +149,12 @@ CANDIDATES: dict[str, Load] = {
 }
 
 
-class Inputs:
+def inputs(task: AttentionTask, device: torch.device) -> Inputs:
     """q, k, v and the upstream gradient, (batch seq dim) each, random but the same for all."""
-
-    def __init__(self, task: AttentionTask, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        shape, dtype = (task.batch, task.seq, task.dim), DTYPES[task.dtype]
-        tensors = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
-        self.q, self.k, self.v = (each.requires_grad_(task.backward) for each in tensors[:3])
-        self.grad = tensors[3]
-        self.nbytes = sum(each.nbytes for each in tensors)
+    draw, _ = drawing(device, task.dtype)
+    shape = (task.batch, task.seq, task.dim)
+    leaves = {name: draw(shape) for name in "qkv"}
+    return Inputs(leaves, [draw(shape)] if task.backward else [])
 
 
 def some_queries(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, is_causal: bool) -> Tensor:
@@ -171,56 +169,30 @@ def some_queries(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, is_causal: bo
 def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> float:
     """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError.
 
-    The output of a few queries, from the first to the last, needs only them; and if the upstream gradient is zero at
-    all others, so do the gradients of q, k and v.
+    The output of a few queries, from the first to the last, needs only them.
     """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    queries = spread(task.seq, GATE_QUERIES, q.device)
-    wide = [t.detach().double().requires_grad_() for t in (q[:, queries], k, v)]
-    want = some_queries(wide[0], wide[1], wide[2], queries, task.causal)
-    longest = max(task.seq, task.dim)
-    tolerance = STAGES * (UNIT_ROUNDOFF[task.dtype] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
-    output = function(q, k, v)
-    error = require_close(f"{name}'s output", output[:, queries], want, tolerance)
-    if not task.backward:
-        return error
-    grad = torch.zeros_like(inputs.grad)
-    grad[:, queries] = inputs.grad[:, queries]
-    wanted = torch.autograd.grad(want, wide, grad[:, queries].double())
-    got_q, got_k, got_v = torch.autograd.grad(output, (q, k, v), grad)
-    for what, got, ideal in zip(("dq", "dk", "dv"), (got_q[:, queries], got_k, got_v), wanted, strict=True):
-        error = max(error, require_close(f"{name}'s {what}", got, ideal, tolerance))
-    return error
+    queries = spread(task.seq, GATE_QUERIES, inputs.leaves["q"].device)
+    bound = tolerance(task, max(task.seq, task.dim), STAGES)
+    at, functions = (slice(None), queries), (function, partial(some_queries, queries=queries, is_causal=task.causal))
+    return require_few(name, functions, inputs.leaves, {"q": at}, ["output"], at, inputs.grads, bound)
 
 
-def kept_bytes(forward: Callable[[], object]) -> int:
-    """Bytes of the storages that a forward keeps for its backward."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward()
-    return sum(kept.values())
-
-
-class Attention(Kernel[AttentionTask]):
+class Attention(Kernel):
     """Attention: forward, and backward by itself, of one call."""
 
     name = "attention"
+    floor = ""
     times_host = False
     flops = staticmethod(flops)
     peak_bytes = staticmethod(peak_bytes)
     gate = staticmethod(gate)
-    inputs = staticmethod(Inputs)
+    inputs = staticmethod(inputs)
 
     def __init__(
         self, candidates: Sequence[str], rounds: int, published: Mapping[AttentionTask, dict[str, float]]
     ) -> None:
         self.candidates = {name: load for name, load in CANDIDATES.items() if name in candidates}
-        self.rounds, self.best = rounds, published
+        self.rounds, self.published = rounds, published
 
     def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
         shape = asdict(task)
@@ -235,25 +207,12 @@ class Attention(Kernel[AttentionTask]):
     def few(self, task: AttentionTask) -> AttentionTask:
         return replace(task, grid="gate", batch=1, seq=32, backward=True)
 
-    def published(self, task: AttentionTask) -> dict[str, float]:
-        return dict(self.best.get(task, {}))
-
-    def phases(
-        self, name: str, function: Function, task: AttentionTask, inputs: Inputs
-    ) -> dict[str, Callable[[], object]]:
+    def phases(self, name: str, function: Function, task: AttentionTask, inputs: Inputs) -> Phases:
         """Forward, and the backward of its latest output."""
-        q, k, v = inputs.q, inputs.k, inputs.v
+        leaves, held = list(inputs.leaves.values()), list[Tensor]()
         if not task.backward:
-            return {FORWARD: lambda: function(q, k, v)}
-        held: list[Tensor] = []
+            return {FORWARD: lambda: function(*leaves)}
         return {
-            FORWARD: lambda: held.append(function(q, k, v)),
-            BACKWARD: lambda: torch.autograd.grad(held.pop(), (q, k, v), inputs.grad),
+            FORWARD: lambda: held.append(function(*leaves)),
+            BACKWARD: lambda: torch.autograd.grad(held.pop(), leaves, inputs.grads),
         }
-
-    def kept(self, forward: Callable[[], object], device: torch.device, others: int) -> int:
-        """On a GPU all that is in use after forward, the inputs too; on a CPU what forward keeps for backward."""
-        if device.type == "cuda":
-            forward()
-            return torch.cuda.memory_allocated(device) - others
-        return kept_bytes(forward)

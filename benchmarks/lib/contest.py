@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Timer, WrongResultError, interleave, ratios
+from benchmarks.harness import Phases, Timer, WrongResultError, interleave, ratios
 from benchmarks.lib.workload import compile_model
 from benchmarks.records import Status
 from cs336_systems.errors import UserError
@@ -28,8 +28,6 @@ FEWEST_ROUNDS = 3
 UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
 LATENCY = 1e-3  # seconds of a call that a larger shape does not lengthen
 DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin what the driver says
-
-Phases = Mapping[str, Callable[[], object]]
 
 
 class UnavailableError(Exception):
@@ -72,6 +70,11 @@ class Entry:
     calls: int = 1
     lead: float = 0.0  # seconds for which the GPU is kept busy ahead of a call
     samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def once(self) -> None:
+        """Run every phase."""
+        for run in self.phases.values():
+            run()
 
 
 @dataclass(frozen=True)
@@ -158,23 +161,18 @@ class Stopwatch:
 
     def settle(self, entry: Entry) -> None:
         """Choose the number of calls per sample, and the time by which the host has to run ahead."""
-
-        def once() -> None:
-            for run in entry.phases.values():
-                run()
-
         if self.device.type == "cuda":
-            entry.lead = min(2 * self.host_seconds(once), LONGEST_LEAD)
+            entry.lead = min(2 * self.host_seconds(entry.once), LONGEST_LEAD)
         lap = sum(times[0] for times in self.laps(entry).values())
         entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
 
 
+@dataclass
 class Patience:
     """Expected time of a candidate on a shape: its prediction, times the ratio of its last time to the prediction."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.slowness: dict[str, float] = {}
+    seconds: float
+    slowness: dict[str, float] = field(default_factory=dict)
 
     def expected(self, name: str, predicted: float) -> float:
         """Seconds of one call."""

@@ -9,23 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import require_close
-from benchmarks.lib.contest import OURS, peer, spread
+from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
-    DTYPES,
     FORWARD,
     STAGES,
     UNIT_ROUNDOFF,
     Function,
+    Inputs,
+    Kernel,
     Load,
-    SizedKernel,
     SizedTask,
     always,
     compiling,
+    drawing,
     ours,
+    require_few,
+    theirs,
     tolerance,
 )
-from benchmarks.lib.row_kernels import AddRMSNorm, SwiGLU, as_tuple
+from benchmarks.lib.row_kernels import AddRMSNorm, SwiGLU
 from cs336_systems.optim.adamw import AdamW
 from kernels.adamw import FusedAdamW
 from kernels.cross_entropy import LinearCrossEntropyFunction, chunk_tokens
@@ -40,28 +43,7 @@ def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def load_liger_loss(task: SizedTask, device: torch.device) -> Function:
-    """Liger-Kernel's, in chunks as ours."""
-    module = "liger_kernel.ops.fused_linear_cross_entropy"
-    function = peer("Liger-Kernel", module, "LigerFusedLinearCrossEntropyFunction")
-    return lambda hidden, weight, targets: as_tuple(function.apply(hidden, weight, targets))[0]
-
-
-class LossInputs:
-    """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
-
-    def __init__(self, task: SizedTask, device: torch.device) -> None:
-        tokens, d_model, vocab = task.sizes
-        generator = torch.Generator(device).manual_seed(0)
-        draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
-        learns = task.what == BOTH
-        self.hidden = draw(tokens, d_model).requires_grad_(learns)
-        self.weight = draw(vocab, d_model).mul_(d_model**-0.5).requires_grad_(learns)
-        self.targets = torch.randint(vocab, (tokens,), generator=generator, device=device)
-        self.nbytes = self.hidden.nbytes + self.weight.nbytes + self.targets.nbytes
-
-
-class CrossEntropy(SizedKernel):
+class CrossEntropy(Kernel):
     """A language model's head and its loss: three matrix products, and what is between them."""
 
     name = "cross-entropy"
@@ -71,11 +53,15 @@ class CrossEntropy(SizedKernel):
     tiny = (64, 32, 500)
     interpreted = (8, 16, 100)
     floor = MATMULS
+    results = ("loss",)
     candidates: Mapping[str, Load] = {
         OURS: ours(LinearCrossEntropyFunction.apply),
         "torch": always(torch_loss),
         "compiled": compiling(torch_loss),
-        "liger": load_liger_loss,
+        # In chunks as ours.
+        "liger": theirs(
+            "Liger-Kernel", "liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"
+        ),
     }
 
     def flops(self, task: SizedTask, what: str) -> float:
@@ -114,37 +100,28 @@ class CrossEntropy(SizedKernel):
         """Bytes in float64 of the weight, its gradient, the candidate's and their difference."""
         return 4 * 8 * task.sizes[1] * task.sizes[2]
 
-    def inputs(self, task: SizedTask, device: torch.device) -> LossInputs:
-        return LossInputs(task, device)
+    def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
+        """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
+        tokens, d_model, vocab = task.sizes
+        draw, generator = drawing(device, task.dtype)
+        leaves = {"hidden": draw(tokens, d_model), "weight": draw(vocab, d_model).mul_(d_model**-0.5)}
+        targets = torch.randint(vocab, (tokens,), generator=generator, device=device)
+        return Inputs(leaves, [torch.ones((), device=device)] if task.what == BOTH else [], [targets])
 
-    def gate(self, name: str, function: Function, task: SizedTask, inputs: LossInputs) -> float:
-        """A few tokens, from the first to the last, are enough: the targets of all others are ignored, as padding is,
-        so that the loss is that of the few, and they alone have a gradient."""
-        hidden, weight = inputs.hidden, inputs.weight
-        some, bound = spread(task.sizes[0], GATE_TOKENS, hidden.device), tolerance(task, max(task.sizes[1:]))
-        targets = torch.full_like(inputs.targets, IGNORED)
-        targets[some] = inputs.targets[some]
-        wide_hidden, wide_weight = hidden.detach()[some].double(), weight.detach().double()
-        wide = wide_hidden.requires_grad_(), wide_weight.requires_grad_()
-        want, loss = torch_loss(*wide, targets[some]), function(hidden, weight, targets)
-        error = require_close(f"{name}'s loss", loss.detach(), want.detach(), bound)
-        if task.what == FORWARD:
-            return error
-        grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-        want_hidden, want_weight = torch.autograd.grad(want, wide)
-        error = max(error, require_close(f"{name}'s gradient of hidden", grad_hidden[some], want_hidden, bound))
-        return max(error, require_close(f"{name}'s gradient of weight", grad_weight, want_weight, bound))
-
-    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: LossInputs) -> Callable[[], object]:
-        hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
-        if task.what == FORWARD:
-            return lambda: function(hidden, weight, targets)
-        return lambda: torch.autograd.grad(function(hidden, weight, targets), (hidden, weight))
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
+        """A few tokens are enough: the targets of all others are ignored, as padding is, so that the loss is that of
+        the few, and they alone have a gradient."""
+        targets = inputs.others[0]
+        some, bound = spread(task.sizes[0], GATE_TOKENS, targets.device), tolerance(task, max(task.sizes[1:]))
+        ignored = torch.full_like(targets, IGNORED)
+        ignored[some] = targets[some]
+        functions = (lambda *leaves: function(*leaves, ignored)), partial(torch_loss, targets=targets[some])
+        return require_few(name, functions, inputs.leaves, {"hidden": some}, self.results, (), inputs.grads, bound)
 
     def make_floor(self, task: SizedTask, device: torch.device) -> Callable[[], object]:
         """The products alone, each whole, on logits whose rows are padded to 128 bytes."""
-        inputs, vocab = LossInputs(task, device), task.sizes[2]
-        hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+        hidden, weight = (leaf.detach() for leaf in self.inputs(task, device).leaves.values())
+        vocab = task.sizes[2]
         logits = hidden.new_empty(len(hidden), -(-vocab // 64) * 64)[:, :vocab]
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -157,22 +134,12 @@ class CrossEntropy(SizedKernel):
         return products
 
 
-class ModelParameters:
-    """The parameters of a GPT-2 by layers, width and vocabulary, each with a gradient; shared by all candidates."""
-
-    def __init__(self, task: SizedTask, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        draw = partial(torch.randn, generator=generator, device=device)
-        self.values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
-        self.grads = [draw(value.shape) for value in self.values]
-        self.nbytes = sum(t.nbytes for t in (*self.values, *self.grads))
-
-    def parameters(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Copies of the values, with the gradients themselves, as parameters."""
-        made = [value.to(dtype, copy=True).requires_grad_() for value in self.values]
-        for parameter, grad in zip(made, self.grads, strict=True):
-            parameter.grad = grad.to(dtype)
-        return made
+def parameters(inputs: Inputs, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Copies of a model's values, with the gradients themselves, as parameters."""
+    made = [value.to(dtype, copy=True).requires_grad_() for value in inputs.others]
+    for parameter, grad in zip(made, inputs.grads, strict=True):
+        parameter.grad = grad.to(dtype)
+    return made
 
 
 def gpt2_shapes(sizes: tuple[int, ...], positions: int = 1024) -> list[tuple[int, ...]]:
@@ -184,7 +151,7 @@ def gpt2_shapes(sizes: tuple[int, ...], positions: int = 1024) -> list[tuple[int
     return [(vocab, width), (positions, width), *(block * layers), *norm]
 
 
-class AdamWStep(SizedKernel):
+class AdamWStep(Kernel):
     """One update of all parameters of a model."""
 
     name = "adamw"
@@ -223,15 +190,18 @@ class AdamWStep(SizedKernel):
         """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
         return (4 * 8 + 20) * self.parameters(task)
 
-    def inputs(self, task: SizedTask, device: torch.device) -> ModelParameters:
-        return ModelParameters(task, device)
+    def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
+        """Values of a model's parameters, and their gradients, which all candidates share."""
+        draw, _ = drawing(device)
+        values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
+        return Inputs({}, [draw(value.shape) for value in values], values)
 
-    def gate(self, name: str, function: Function, task: SizedTask, inputs: ModelParameters) -> float:
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
         """Two steps, so that the moments matter, against torch's AdamW in float64: how far each tensor has moved.
 
         A step of lr is rounded as finely as a parameter of 0.02 allows, which is 20 times as large.
         """
-        got, want = inputs.parameters(), inputs.parameters(torch.float64)
+        got, want = parameters(inputs), parameters(inputs, torch.float64)
         for optimizer in (function(got), torch.optim.AdamW(want, foreach=False, **self.options)):
             optimizer.step()
             for group in optimizer.param_groups:
@@ -239,17 +209,13 @@ class AdamWStep(SizedKernel):
                     parameter.grad = -0.5 * parameter.grad
             optimizer.step()
         error, bound = 0.0, STAGES * 20 * UNIT_ROUNDOFF["fp32"]
-        for number, (a, b, start) in enumerate(zip(got, want, inputs.values, strict=True)):
+        for number, (a, b, start) in enumerate(zip(got, want, inputs.others, strict=True)):
             moved = a.detach().double() - start, b.detach() - start
             error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
         return error
 
-    def make_pass(
-        self, name: str, function: Function, task: SizedTask, inputs: ModelParameters
-    ) -> Callable[[], object]:
-        return function(inputs.parameters()).step
+    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> Callable[[], object]:
+        return function(parameters(inputs)).step
 
 
-KERNELS: dict[str, SizedKernel] = {
-    kernel.name: kernel for kernel in (CrossEntropy(), SwiGLU(), AddRMSNorm(), AdamWStep())
-}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CrossEntropy(), SwiGLU(), AddRMSNorm(), AdamWStep())}

@@ -1,14 +1,17 @@
 """A kernel to time: its candidates, costs and lower bound, and the check of results before timing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError, compiled
+from benchmarks.harness import Phases, require_close
+from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError, compiled, peer
 from cs336_systems.host.machine import PeakMemory
 from kernels.launch import HAVE_TRITON
 
@@ -21,143 +24,8 @@ COPY = "copy"
 STAGES = 8
 
 Function = Callable[..., Any]
-Sizes = tuple[int, ...]
-
-
-class Task(Protocol):
-    """One shape in one dtype; its string names it in remarks."""
-
-    @property
-    def dtype(self) -> DtypeName: ...
-
-    @property
-    def shape(self) -> str: ...
-
-
-T = TypeVar("T", bound=Task)
 Load = Callable[[Any, torch.device], Function]  # makes a candidate for a task
-
-
-class Kernel(ABC, Generic[T]):
-    """Description of a kernel: candidates, costs, lower bound, and how to check a result."""
-
-    name: ClassVar[str]
-    floor: ClassVar[str] = ""  # name of the lower bound that takes turns with the candidates, if there is one
-    fraction: ClassVar[str] = "floor_fraction"  # metric of the floor's time over the candidate's
-    rounds: int = 15
-    candidates: Mapping[str, Load]
-    in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
-    times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
-
-    @abstractmethod
-    def config(self, name: str, task: T, what: str) -> dict[str, Any]:
-        """Settings that identify the measurement of a pass."""
-
-    @abstractmethod
-    def passes(self, task: T) -> tuple[str, ...]:
-        """The passes that are timed at once; the last one is the sum of all."""
-
-    @abstractmethod
-    def flops(self, task: T, what: str) -> float:
-        """FLOPs of the matrix products of a pass."""
-
-    @abstractmethod
-    def moved(self, task: T, device: torch.device) -> int:
-        """The least that the passes read and write, in bytes; 0 if only their products count."""
-
-    @abstractmethod
-    def peak_bytes(self, name: str, task: T) -> int | None:
-        """Peak bytes of a candidate, inputs and results included; None if they are not predicted."""
-
-    def bytes_needed(self, name: str, task: T) -> int:
-        """Bytes that have to be free for a candidate to take part."""
-        return self.peak_bytes(name, task) or 0
-
-    @abstractmethod
-    def few(self, task: T) -> T:
-        """A shape for the check in Triton's interpreter."""
-
-    @abstractmethod
-    def inputs(self, task: T, device: torch.device) -> Any:
-        """Inputs, random but the same for all."""
-
-    @abstractmethod
-    def gate(self, name: str, function: Function, task: T, inputs: Any) -> float:
-        """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError."""
-
-    @abstractmethod
-    def phases(self, name: str, function: Function, task: T, inputs: Any) -> dict[str, Callable[[], object]]:
-        """Functions to time one after the other, without arguments."""
-
-    def kept(self, forward: Callable[[], object], device: torch.device, others: int) -> int:
-        """Bytes in use after the first phase, which is run for it; asked only of a kernel with several phases."""
-        raise NotImplementedError
-
-    def prepare(self, clock: Stopwatch, name: str, task: T, inputs: Any) -> Entry:
-        """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
-
-        On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
-        """
-        device = clock.device
-        on_gpu = device.type == "cuda"
-        others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
-        function = self.candidates[name](task, device)
-        if name in self.in_place:
-            inputs = self.inputs(task, device)  # of its own
-        error = self.gate(name, function, task, inputs)
-        memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
-        first, *rest = phases = self.phases(name, function, task, inputs)
-
-        def once() -> None:
-            for run in phases.values():
-                run()
-
-        metrics: dict[str, Any] = {"peak_memory_bytes": None} | ({"before_backward_bytes": None} if rest else {})
-        if not rest:
-            once()  # an optimizer makes its state
-        if on_gpu and self.times_host:
-            metrics["host_us"] = 1e6 * clock.host_seconds(once)
-        if on_gpu or name != "compiled":
-            memory.reset()
-            if rest:
-                metrics["before_backward_bytes"] = self.kept(phases[first], device, others)
-                for what in rest:
-                    phases[what]()
-            else:
-                once()
-            peak = memory.read()
-            metrics["peak_memory_bytes"] = None if peak is None else peak - others
-        return Entry(phases, error, metrics)
-
-    def make_floor(self, task: T, device: torch.device) -> Callable[[], object]:
-        """Lower bound on the time of every candidate: the function to time, of a kernel that names a `floor`."""
-        raise NotImplementedError
-
-    def published(self, task: T) -> dict[str, float]:
-        """Published results of all passes together, as metrics."""
-        return {}
-
-
-def always(function: Function) -> Load:
-    """Make a candidate that needs only torch."""
-    return lambda task, device: function
-
-
-def compiling(function: Function) -> Load:
-    """Make a candidate of torch.compile."""
-    return lambda task, device: compiled(function, device)
-
-
-def only_triton(function: Function, task: object, device: torch.device) -> Function:
-    """Load this project's kernel. Raises UnavailableError without Triton, where plain torch would replace it."""
-    if not HAVE_TRITON:
-        raise UnavailableError("Triton is not installed")
-    return function
-
-
-def ours(function: Function) -> Load:
-    """Make a candidate of this project's kernel."""
-    return partial(only_triton, function)
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -183,56 +51,242 @@ class SizedTask:
         return DTYPES[self.dtype].itemsize
 
 
-class SizedKernel(Kernel[SizedTask]):
-    """A kernel each of whose tasks is one pass, with the shapes that are measured."""
+@dataclass
+class Inputs:
+    """What candidates read: tensors by name, in the order of the arguments, whose gradients are asked for if there are
+    upstream gradients, one for each result; then tensors without gradients."""
 
+    leaves: dict[str, Tensor]
+    grads: list[Tensor]
+    others: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.requires_grad_(bool(self.grads))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(t.nbytes for t in (*self.leaves.values(), *self.grads, *self.others))
+
+
+def drawing(device: torch.device, dtype: DtypeName = "fp32") -> tuple[Callable[..., Tensor], torch.Generator]:
+    """A function that draws normal tensors, and its generator: random numbers, but the same for all candidates."""
+    generator = torch.Generator(device).manual_seed(0)
+    return partial(torch.randn, generator=generator, device=device, dtype=DTYPES[dtype]), generator
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """One result or several."""
+    return results if isinstance(results, tuple) else (results,)
+
+
+class Kernel(ABC):
+    """Description of a kernel: candidates, costs, lower bound, and how to check a result. Here are those of a kernel
+    each of whose tasks is one pass (`SizedTask`)."""
+
+    name: ClassVar[str]
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
-    sizes: ClassVar[tuple[Sizes, ...]]
+    sizes: ClassVar[tuple[Sizes, ...]]  # that are measured
     cpu_sizes: ClassVar[tuple[Sizes, ...]]
     tiny: ClassVar[Sizes] = (64, 128)  # of a smoke run
     interpreted: ClassVar[Sizes] = (8, 64)  # of the gate in Triton's interpreter
     dtypes: ClassVar[tuple[DtypeName, ...]] = ("bf16", "fp32")  # the first is the default
     whats: ClassVar[tuple[str, ...]] = (FORWARD, BOTH)
-    floor = COPY
+    results: ClassVar[Sequence[str]] = ("y",)
+    floor: ClassVar[str] = COPY  # name of the lower bound that takes turns with the candidates, empty for none
+    fraction: ClassVar[str] = "floor_fraction"  # metric of the floor's time over the candidate's
+    rounds: int = 15
+    candidates: Mapping[str, Load]
+    published: Mapping[Any, Mapping[str, float]] = {}  # results of all passes of a task together, as metrics
+    in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
+    predicts_peak: ClassVar[bool] = True  # otherwise `peak_bytes` is a lower bound, and not recorded
+    times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
-    def config(self, name: str, task: SizedTask, what: str) -> dict[str, Any]:
+    def config(self, name: str, task: Any, what: str) -> dict[str, Any]:
+        """Settings that identify the measurement of a pass."""
         sizes = dict(zip(self.sizes_are, task.sizes, strict=True))
         return {"kernel": task.kernel, "candidate": name, "pass": what} | sizes | {"dtype": task.dtype}
 
-    def passes(self, task: SizedTask) -> tuple[str, ...]:
+    def passes(self, task: Any) -> tuple[str, ...]:
+        """The passes that are timed at once; the last one is the sum of all."""
         return (task.what,)
 
-    def few(self, task: SizedTask) -> SizedTask:
-        return replace(task, sizes=self.interpreted)
-
-    def flops(self, task: SizedTask, what: str) -> float:
+    def flops(self, task: Any, what: str) -> float:
+        """FLOPs of the matrix products of a pass."""
         return 0.0
 
-    def other_bytes(self, task: SizedTask) -> int:
+    @abstractmethod
+    def moved(self, task: Any, device: torch.device) -> int:
+        """The least that the passes read and write, in bytes; 0 if only their products count."""
+
+    @abstractmethod
+    def peak_bytes(self, name: str, task: Any) -> int:
+        """Peak bytes of a candidate, inputs and results included."""
+
+    def other_bytes(self, task: Any) -> int:
         """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
         return self.moved(task, torch.device("cpu"))
 
-    def gate_bytes(self, task: SizedTask) -> int:
+    def gate_bytes(self, task: Any) -> int:
         """Bytes that the check of results needs, if more than the pass."""
         return 0
 
-    def bytes_needed(self, name: str, task: SizedTask) -> int:
-        return max(self.peak_bytes(name, task) or 0, self.gate_bytes(task)) + self.other_bytes(task)
+    def bytes_needed(self, name: str, task: Any) -> int:
+        """Bytes that have to be free for a candidate to take part."""
+        return max(self.peak_bytes(name, task), self.gate_bytes(task)) + self.other_bytes(task)
+
+    def few(self, task: Any) -> Any:
+        """A shape for the check in Triton's interpreter."""
+        return replace(task, sizes=self.interpreted)
 
     @abstractmethod
-    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: Any) -> Callable[[], object]:
-        """Return the function to time, without arguments."""
+    def inputs(self, task: Any, device: torch.device) -> Any:
+        """Inputs, random but the same for all."""
 
-    def phases(self, name: str, function: Function, task: SizedTask, inputs: Any) -> dict[str, Callable[[], object]]:
+    @abstractmethod
+    def gate(self, name: str, function: Function, task: Any, inputs: Any) -> float:
+        """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError."""
+
+    def leaves(self, name: str, inputs: Inputs) -> dict[str, Tensor]:
+        """The inputs of a candidate that have gradients."""
+        return inputs.leaves
+
+    def make_pass(self, name: str, function: Function, task: Any, inputs: Any) -> Callable[[], object]:
+        """Return the function to time, without arguments."""
+        leaves, count = list(self.leaves(name, inputs).values()), len(inputs.grads)
+        given = (*leaves, *inputs.others)
+        if not count:
+            return lambda: function(*given)
+        return lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)
+
+    def phases(self, name: str, function: Function, task: Any, inputs: Any) -> Phases:
+        """Functions to time one after the other, without arguments."""
         return {task.what: self.make_pass(name, function, task, inputs)}
 
-    def make_floor(self, task: SizedTask, device: torch.device) -> Callable[[], object]:
-        """A copy that moves as many bytes, half of them read and half written."""
+    def prepare(self, clock: Stopwatch, name: str, task: Any, inputs: Any) -> Entry:
+        """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
+
+        On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
+        """
+        device = clock.device
+        on_gpu = device.type == "cuda"
+        others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
+        function = self.candidates[name](task, device)
+        if name in self.in_place:
+            inputs = self.inputs(task, device)  # of its own
+        error = self.gate(name, function, task, inputs)
+        memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
+        entry = Entry(self.phases(name, function, task, inputs), error, {"peak_memory_bytes": None})
+        first, *rest = entry.phases.values()
+        if rest:
+            entry.metrics["before_backward_bytes"] = None
+        else:
+            entry.once()  # an optimizer makes its state
+        if on_gpu and self.times_host:
+            entry.metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
+        if on_gpu or name != "compiled":
+            memory.reset()
+            if rest:
+                entry.metrics["before_backward_bytes"] = kept_bytes(first, device, others)
+            for run in rest or [first]:
+                run()
+            peak = memory.read()
+            entry.metrics["peak_memory_bytes"] = None if peak is None else peak - others
+        return entry
+
+    def make_floor(self, task: Any, device: torch.device) -> Callable[[], object]:
+        """Lower bound on the time of every candidate: a copy that moves as many bytes, half of them read and half
+        written."""
         source = torch.ones(self.moved(task, device) // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
 
-def tolerance(task: SizedTask, longest_sum: int) -> float:
-    """The error that STAGES roundings and a sum in float32 explain."""
-    return STAGES * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])
+def require_few(
+    name: str,
+    functions: tuple[Function, Function],
+    leaves: Mapping[str, Tensor],
+    places: Mapping[str, Any],
+    results: Iterable[str],
+    at: Any,
+    grads: Sequence[Tensor],
+    bound: float,
+) -> float:
+    """The largest error of a candidate's results, and of its gradients if there are upstream ones, at a few rows;
+    `functions` are the candidate and what it should compute. Raises WrongResultError.
+
+    The results' rows `at` need only those rows of some leaves, which `places` has by name, and all of the others. The
+    upstream gradients are zero in all other rows, which then add nothing to a gradient.
+    """
+    function, exact = functions
+    wide = {what: leaf.detach()[places.get(what, ())].double().requires_grad_() for what, leaf in leaves.items()}
+    wanted, got = as_tuple(exact(*wide.values())), as_tuple(function(*leaves.values()))
+    error = 0.0
+    for what, y, want in zip(results, got, wanted, strict=False):  # one of the others returns more
+        error = max(error, require_close(f"{name}'s {what}", y[at], want, bound))
+    if not grads:
+        return error
+    few = [torch.zeros_like(grad) for grad in grads]
+    for zeros, grad in zip(few, grads, strict=True):
+        zeros[at] = grad[at]
+    ideals = torch.autograd.grad(wanted, list(wide.values()), [grad[at].double() for grad in grads])
+    found = torch.autograd.grad(got[: len(grads)], list(leaves.values()), few)
+    for what, each, ideal in zip(leaves, found, ideals, strict=True):
+        error = max(error, require_close(f"{name}'s gradient of {what}", each[places.get(what, ())], ideal, bound))
+    return error
+
+
+def kept_bytes(forward: Callable[[], object], device: torch.device, others: int) -> int:
+    """Bytes in use after a forward, which is run for it, besides `others`; on a CPU those of the storages that it keeps
+    for its backward."""
+    if device.type == "cuda":
+        forward()
+        return torch.cuda.memory_allocated(device) - others
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(kept.values())
+
+
+def always(function: Function) -> Load:
+    """Make a candidate that needs only torch."""
+    return lambda task, device: function
+
+
+def compiling(function: Function) -> Load:
+    """Make a candidate of torch.compile."""
+    return lambda task, device: compiled(function, device)
+
+
+def ours(function: Function) -> Load:
+    """Make a candidate of this project's kernel; without Triton it is unavailable, since plain torch would replace
+    it."""
+
+    def load(task: object, device: torch.device) -> Function:
+        if not HAVE_TRITON:
+            raise UnavailableError("Triton is not installed")
+        return function
+
+    return load
+
+
+def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> Load:
+    """Make a candidate of another project's function, which takes `more` after the inputs."""
+
+    def load(task: object, device: torch.device) -> Function:
+        found = peer(package, module, name)
+        function = getattr(found, "apply", found)
+        return lambda *inputs: function(*inputs, *more, **options)
+
+    return load
+
+
+def tolerance(task: Any, longest_sum: int, stages: int = STAGES) -> float:
+    """The error that so many roundings and a sum in float32 explain."""
+    return stages * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,20 @@ def mpiexec() -> str | None:
 def work(place: Place, job: AllReduceJob) -> None:
     """Record every size of a job. Raises UserError for ranks that fail or do not end in time if MPI was asked for; else
     records that it could not be used. Raises WrongResultError."""
-    ranks, cpu, reason = place.world_size, torch.device("cpu"), ""
+    ranks, cpu = place.world_size, torch.device("cpu")
     usable, stamp = usable_memory(cpu) // ranks, environment(cpu, job.settings.commit)
-    for nbytes in job.sizes:
+    for number, nbytes in enumerate(job.sizes):
         record = job.record(place, nbytes, stamp)
         if WORKSPACE * nbytes > usable:
             job.keep(finished(record, None, Link(0, 1), usable))
             continue
         try:
-            found = {} if reason else results(nbytes, ranks, job)
+            found = results(nbytes, ranks, job)
         except UserError as error:
             if job.settings.backend == "mpi":
                 raise
-            reason = str(error)
-        if reason:
-            job.keep(replace(record, status="unsupported", flags=[reason]))
-            continue
+            job.refuse(place, str(error), job.sizes[number:])
+            return
         require_mean(found["error"], nbytes, ranks, job.settings)
         record.environment["mpi"] = found["library"]
         small, shift, times, copies = (torch.tensor(found[key]) for key in ("small", "shift", "times", "copies"))

@@ -1,29 +1,31 @@
 """Kernels of `benchmarks.norms` and `benchmarks.fused` that work row by row: norms, SwiGLU, and RMSNorm of a sum."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import require_close
-from benchmarks.lib.contest import OURS, Entry, Stopwatch, peer, spread
+from benchmarks.lib.contest import OURS, Entry, Stopwatch, spread
 from benchmarks.lib.kernel import (
     BOTH,
-    DTYPES,
     FORWARD,
     DtypeName,
     Function,
+    Inputs,
+    Kernel,
     Load,
-    SizedKernel,
     SizedTask,
     always,
     compiling,
+    drawing,
     ours,
+    require_few,
+    theirs,
     tolerance,
 )
 from kernels import reference
@@ -34,41 +36,25 @@ EPS = 1e-5
 GATE_ROWS = 64
 
 
-class RowInputs:
-    """Matrices (rows columns), weights (columns) around 1, biases too, and the upstream gradient of each result (rows
-    columns)."""
-
-    def __init__(self, task: SizedTask, device: torch.device, counts: tuple[int, int, int]) -> None:
-        matrices, weights, results = counts
-        generator = torch.Generator(device).manual_seed(0)
-        draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
-        learns = task.what == BOTH
-        self.matrices = [draw(task.sizes).requires_grad_(learns) for _ in range(matrices)]
-        self.weights = [(1 + 0.1 * draw(task.sizes[1])).requires_grad_(learns) for _ in range(weights)]
-        self.grads = [draw(task.sizes) for _ in range(results if learns else 0)]
-        self.nbytes = sum(t.nbytes for t in (*self.matrices, *self.weights, *self.grads))
-
-
-class RowKernel(SizedKernel):
+class RowKernel(Kernel):
     """A kernel whose rows are independent, except in the gradient of a weight, which is a sum over them."""
 
     matrices: ClassVar[Sequence[str]]  # read
     weights: ClassVar[Sequence[str]] = ()
-    results: ClassVar[Sequence[str]]
     between: ClassVar[Mapping[tuple[str, str], int]] = {}  # matrices that a candidate needs besides, or shares
 
     @abstractmethod
     def equations(self, name: str) -> Function:
         """Reference that a candidate is compared with, in the dtype of its inputs."""
 
-    def leaves(self, name: str, inputs: RowInputs) -> list[Tensor]:
-        """The arguments of a candidate."""
-        return [*inputs.matrices, *inputs.weights]
+    def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
+        """Matrices (rows columns), weights (columns) around 1, and results' upstream gradients (rows columns)."""
+        draw, _ = drawing(device, task.dtype)
+        leaves = {name: draw(task.sizes) for name in self.matrices}
+        leaves |= {name: 1 + 0.1 * draw(task.sizes[1]) for name in self.weights}
+        return Inputs(leaves, [draw(task.sizes) for _ in self.results] if task.what == BOTH else [])
 
-    def inputs(self, task: SizedTask, device: torch.device) -> RowInputs:
-        return RowInputs(task, device, (len(self.matrices), len(self.weights), len(self.results)))
-
-    def least_bytes(self, name: str, task: SizedTask) -> int:
+    def peak_bytes(self, name: str, task: SizedTask) -> int:
         """Matrices, results, and with a backward upstream gradients and gradients."""
         matrices, results = len(self.matrices), len(self.results)
         gradients = matrices + results if task.what == BOTH else 0
@@ -76,42 +62,11 @@ class RowKernel(SizedKernel):
         copies = matrices if name in self.in_place else 0
         return (matrices + results + gradients + between + copies) * task.sizes[0] * task.sizes[1] * task.itemsize
 
-    def peak_bytes(self, name: str, task: SizedTask) -> int | None:
-        return self.least_bytes(name, task)
-
-    def gate(self, name: str, function: Function, task: SizedTask, inputs: RowInputs) -> float:
-        """A few rows, from the first to the last, are enough; the upstream gradient is zero in all others, which then
-        add nothing to a weight's gradient."""
-        leaves, count = self.leaves(name, inputs), len(self.matrices)
-        rows, bound = spread(task.sizes[0], GATE_ROWS, leaves[0].device), tolerance(task, max(task.sizes[1], GATE_ROWS))
-        few = [*(t[rows] for t in leaves[:count]), *leaves[count:]]
-        wide = [t.detach().double().requires_grad_() for t in few]
-        wanted, got = as_tuple(self.equations(name)(*wide)), as_tuple(function(*leaves))
-        error = 0.0
-        for what, y, want in zip(self.results, got, wanted, strict=True):
-            error = max(error, require_close(f"{name}'s {what}", y[rows], want, bound))
-        if task.what == FORWARD:
-            return error
-        grads = [torch.zeros_like(grad) for grad in inputs.grads]
-        for zeros, grad in zip(grads, inputs.grads, strict=True):
-            zeros[rows] = grad[rows]
-        ideals = torch.autograd.grad(wanted, wide, [grad[rows].double() for grad in grads])
-        found = list(torch.autograd.grad(got, leaves, grads))
-        found[:count] = [grad[rows] for grad in found[:count]]
-        for what, each, ideal in zip((*self.matrices, *self.weights), found, ideals, strict=False):
-            error = max(error, require_close(f"{name}'s gradient of {what}", each, ideal, bound))
-        return error
-
-    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: RowInputs) -> Callable[[], object]:
-        leaves = self.leaves(name, inputs)
-        if task.what == FORWARD:
-            return lambda: function(*leaves)
-        return lambda: torch.autograd.grad(as_tuple(function(*leaves)), leaves, inputs.grads)
-
-
-def as_tuple(results: Any) -> tuple[Tensor, ...]:
-    """One result or several."""
-    return results if isinstance(results, tuple) else (results,)
+    def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
+        leaves, functions = self.leaves(name, inputs), (function, self.equations(name))
+        rows = spread(task.sizes[0], GATE_ROWS, leaves[self.matrices[0]].device)
+        bound, places = tolerance(task, max(task.sizes[1], GATE_ROWS)), dict.fromkeys(self.matrices, rows)
+        return require_few(name, functions, leaves, places, self.results, rows, inputs.grads, bound)
 
 
 def norm_bytes(rows: int, columns: int, itemsize: int, what: str, partial_rows: int) -> int:
@@ -146,33 +101,23 @@ def torch_rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def load_liger(task: SizedTask, device: torch.device) -> Function:
-    """Liger-Kernel's; not in place, which would write over dy."""
-    function = peer("Liger-Kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
-    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
-
-
-def load_quack(task: SizedTask, device: torch.device) -> Function:
-    """quack's, in CuTe."""
-    function = peer("quack", "quack", "rmsnorm")
-    return lambda x, weight: function(x, weight, eps=EPS)
-
-
 class Norm(RowKernel):
     """RMSNorm, and LayerNorm, which has a bias besides."""
 
     name = "norm"
     fraction = "copy_fraction"
+    predicts_peak = False  # what the unfused candidates keep between their operations is not known
     times_host = False  # of a tiny shape instead
-    matrices, weights, results = ("x",), ("weight", "bias"), ("y",)
+    matrices, weights = ("x",), ("weight", "bias")
     candidates: Mapping[str, Load] = {
         "layernorm": always(layernorm),
         "eager": always(rmsnorm),
         "torch": always(torch_rmsnorm),
         "compiled": compiling(rmsnorm),
         OURS: ours(lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS)),
-        "liger": load_liger,
-        "quack": load_quack,
+        # Not in place, which would write over dy.
+        "liger": theirs("Liger-Kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction", EPS, 0.0, "llama", False),
+        "quack": theirs("quack", "quack", "rmsnorm", eps=EPS),
     }
 
     def config(self, name: str, task: SizedTask, what: str) -> dict[str, Any]:
@@ -183,8 +128,8 @@ class Norm(RowKernel):
     def equations(self, name: str) -> Function:
         return layernorm if name == "layernorm" else rmsnorm
 
-    def leaves(self, name: str, inputs: RowInputs) -> list[Tensor]:
-        return [*inputs.matrices, *inputs.weights][: 3 if name == "layernorm" else 2]
+    def leaves(self, name: str, inputs: Inputs) -> dict[str, Tensor]:
+        return {what: leaf for what, leaf in inputs.leaves.items() if what != "bias" or name == "layernorm"}
 
     def moved(self, task: SizedTask, device: torch.device) -> int:
         rows, columns = task.sizes
@@ -192,12 +137,6 @@ class Norm(RowKernel):
 
     def few(self, task: SizedTask) -> SizedTask:
         return replace(task, sizes=(8, min(task.sizes[1], 1024)))
-
-    def peak_bytes(self, name: str, task: SizedTask) -> None:
-        """Not predicted: what the unfused candidates keep between their operations is not known."""
-
-    def bytes_needed(self, name: str, task: SizedTask) -> int:
-        return self.least_bytes(name, task) + self.other_bytes(task)
 
     def prepare(self, clock: Stopwatch, name: str, task: SizedTask, inputs: Any) -> Entry:
         """The host time is that of a tiny shape. It is measured first: compiling for a shape forgets the last."""
@@ -220,26 +159,20 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def load_liger_swiglu(task: SizedTask, device: torch.device) -> Function:
-    """Liger-Kernel's, whose backward writes the gradients over gate and up."""
-    function = peer("Liger-Kernel", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
-    return lambda gate, up: function.apply(gate, up)
-
-
 class SwiGLU(RowKernel):
     """silu(gate) up."""
 
     name = "swiglu"
     sizes = ((8192, 11008), (32768, 4096))
     cpu_sizes = ((1024, 11008), (4096, 4096))
-    matrices, results = ("gate", "up"), ("y",)
+    matrices = ("gate", "up")
     between: ClassVar[Mapping[tuple[str, str], int]] = {("torch", FORWARD): 1, ("torch", BOTH): 1}  # silu(gate)
-    in_place = ("liger",)
+    in_place = ("liger",)  # its backward writes the gradients over gate and up
     candidates: Mapping[str, Load] = {
         OURS: ours(SwiGLUFunction.apply),
         "torch": always(torch_swiglu),
         "compiled": compiling(torch_swiglu),
-        "liger": load_liger_swiglu,
+        "liger": theirs("Liger-Kernel", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction"),
     }
 
     def equations(self, name: str) -> Function:

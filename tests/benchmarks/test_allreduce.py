@@ -12,7 +12,7 @@ import torch
 from benchmarks import allreduce, allreduce_plot, collective
 from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import mpi
+from benchmarks.lib import mpi, options
 from benchmarks.records import RESULTS, Record, append_record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
@@ -26,7 +26,7 @@ STAMP = {"device": "abacus", "cores": 2, "torch": "2.13", "commit": "abcdef01", 
 
 
 def blank(nbytes: int = 1000, count: int = 2, **config) -> Record:
-    job = AllReduceJob(AllReduceSettings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), ())
+    job = AllReduceJob(AllReduceSettings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), Path("unused"))
     record = job.record(Place(world_size=count, local_world_size=count), nbytes, STAMP)
     return replace(record, config=record.config | config)
 
@@ -62,7 +62,7 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
 
 def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(allreduce, "environment", lambda device, commit: STAMP)
+    monkeypatch.setattr(collective, "environment", lambda device, commit: STAMP)
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
     monkeypatch.setattr(allreduce, "can_plot", lambda: False)
     options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
@@ -78,13 +78,26 @@ def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatc
 def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     started = []
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, job)))
-    monkeypatch.setattr(allreduce, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     monkeypatch.setattr(mpi, "mpiexec", lambda: None)
     assert run_command(allreduce.main, ["--smoke", "--device", "cpu"]) == 0
     assert [(count, job.backend) for count, job in started] == [(2, "shm"), (2, "gloo")]
     for _, job in started:
         assert max(job.sizes) < 10**6
-        assert [RESULTS in path.parents for path in job.paths] == [False]
+        assert RESULTS not in job.path.parents
+
+
+def test_what_was_measured_before_a_failure_is_shown_and_recorded(in_tmp, monkeypatch, capsys):
+    def fail(work, count, device, job):
+        job.keep(measured(4000, count))
+        raise UserError("rank 1 is lost")
+
+    monkeypatch.setattr(allreduce, "run_ranks", fail)
+    assert run_command(allreduce.main, ["--device", "cpu", "--backend", "gloo", "--nproc", "2", *TINY]) == 2
+    assert [(each["config"]["bytes"], each["status"]) for each in read(in_tmp)] == [(4000, "ok")]
+    said = capsys.readouterr()
+    assert "│ 4 kB │" in said.out
+    assert said.err.endswith("error: rank 1 is lost\n")
 
 
 def test_ranks_that_were_started_are_those_measured(monkeypatch):
@@ -94,10 +107,11 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
     assert [place.world_size for place in allreduce.places(AllReduceSettings(nproc=3), Place())] == [3]
     worked = []
     monkeypatch.setattr(allreduce, "find_place", lambda: here)
-    monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append((place, len(job.paths))))
+    monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append(place))
+    monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("rank 1 opened a file of records"))
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started ranks beside those there are"))
     allreduce.run(AllReduceSettings(device="cpu"))
-    assert worked == [(here, 1)] * 2  # rank 1 opens no file of records
+    assert worked == [here] * 2
     with pytest.raises(UserError, match="--nproc 4 would start ranks, but 3 were started already"):
         allreduce.places(AllReduceSettings(nproc=4), here)
 

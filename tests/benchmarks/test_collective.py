@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def blank(nbytes: int) -> Record:
-    job = AllReduceJob(AllReduceSettings(), "gloo", "cpu", (nbytes,), ())
+    job = AllReduceJob(AllReduceSettings(), "gloo", "cpu", (nbytes,), Path("unused"))
     return job.record(Place(world_size=2, local_world_size=2), nbytes, {})
 
 
@@ -144,10 +144,10 @@ def test_ranks_of_one_machine_share_its_memory_and_one_without_it_stops_all():
 def work_case(rank: int, world_size: int, folder: str) -> None:
     collective.usable_memory = lambda device: world_size * 10_000
     place = Place(rank, world_size, rank, world_size, f"{folder}/store")
-    job = AllReduceJob(AllReduceSettings(steps=2, warmup=0), "gloo", "cpu", (4000, 8000), (Path(folder, "records"),))
+    job = AllReduceJob(AllReduceSettings(steps=2, warmup=0), "gloo", "cpu", (4000, 8000), Path(folder, "records"))
     collective.work(place, job)
     if rank == 0:
-        kept = [(r.config["bytes"], r.status, len(r.samples_ms)) for r in read_records(job.paths[0])]
+        kept = [(r.config["bytes"], r.status, len(r.samples_ms)) for r in read_records(job.path)]
         assert kept == [(4000, "ok", 2), (8000, "out-of-memory", 0)]
 
 

@@ -215,9 +215,9 @@ def test_a_candidate_that_writes_over_its_inputs_spoils_them_for_no_other(in_tmp
     monkeypatch.setattr(type(KERNELS["swiglu"]), "candidates", both)
     task, clock = TINY["swiglu"], SimpleNamespace(device=CPU)
     inputs = KERNELS["swiglu"].inputs(task, CPU)
-    before = [matrix.detach().clone() for matrix in inputs.matrices]
+    before = [matrix.detach().clone() for matrix in inputs.leaves.values()]
     assert KERNELS["swiglu"].prepare(clock, "liger", task, inputs).gate_error < 1e-6
-    assert all(map(torch.equal, before, inputs.matrices))
+    assert all(map(torch.equal, before, inputs.leaves.values()))
 
 
 def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):

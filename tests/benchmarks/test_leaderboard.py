@@ -119,7 +119,7 @@ def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, caps
 
     monkeypatch.setattr(leaderboard, "TASK", task)
     monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
-    monkeypatch.setattr(leaderboard, "Inputs", lambda task, device: attention_candidates.Inputs(task, CPU))
+    monkeypatch.setattr(leaderboard, "inputs", lambda task, device: attention_candidates.inputs(task, CPU))
     monkeypatch.setattr(leaderboard, "time_attention", clock)
     monkeypatch.setattr(leaderboard, "compiled", compiler(compiled := lambda q, k, v: right(q, k, v)))
     fields = leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)

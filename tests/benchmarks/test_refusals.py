@@ -33,7 +33,7 @@ REFUSED = {
         "--recompute-every 1 --recompute nested": "--recompute-every needs --recompute segments, not nested",
     },
     "fused": {
-        "--candidate theirs": "no candidate 'theirs'; choose from ours, torch, compiled, liger",
+        "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'ours', 'torch', 'compiled'",
         "--kernel softmax": "Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'",
         "--results file": "cannot write file/fused.jsonl:",
         "--kernel adamw --dtype bf16": "nothing to measure: adamw is not measured in bf16",
@@ -81,7 +81,7 @@ REFUSED = {
         "--results file": "cannot write file/moe_sweep.jsonl:",
     },
     "norms": {
-        "--candidate theirs": "no candidate 'theirs'; choose from layernorm, eager, torch",
+        "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'layernorm', 'eager', 'torch'",
         "--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1.",
         "--dtype fp8": "Invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16'.",
         "--results file": "cannot write file/norms.jsonl:",
@@ -90,7 +90,7 @@ REFUSED = {
     },
     "attention": {
         "--grid moon": "Invalid value for '--grid': 'moon' is not one of",
-        "--candidate theirs": "no candidate 'theirs'; choose from ours, tiled, eager",
+        "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'ours', 'tiled', 'eager'",
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
         "--candidate tiled": "nothing to measure: tiled is not in the grid course",
         "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is not in the grid",
