@@ -37,10 +37,7 @@ from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_ti
 
 # Options that would be ignored beside another: by that, why, and which.
 CLASHES = {
-    "residuals": (
-        "counts every way of recomputing, for forward alone",
-        ("segments", "recompute", "recompute_every"),
-    ),
+    "residuals": ("counts every way of recomputing, for forward alone", ("segments", "recompute", "recompute_every")),
     "segments": ("measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
     "all_sizes": ("measures all of them", ("size",)),
 }
@@ -58,9 +55,7 @@ class MemorySettings(ModelOptions):
         """Raises UserError if an option of those that were `given` would be ignored."""
         for name, (why, others) in CLASHES.items():
             for other in given.intersection(others) if name in given else ():
-                raise UserError(
-                    f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one"
-                )
+                raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one")
         if "recompute_every" in given and self.recompute != "segments":
             raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
