@@ -10,6 +10,7 @@ import torch
 from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.host.console import PATIENCE, setting
+from cs336_systems.host.machine import choose_device
 
 COUNT = click.IntRange(1)
 
@@ -59,3 +60,8 @@ class RankOptions(RecordOptions):
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
+
+    @property
+    def on(self) -> torch.device:
+        """The device of all ranks. Raises UserError for a missing GPU."""
+        return choose_device(self.device)

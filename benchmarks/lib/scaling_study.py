@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Any
 
 import click
-import torch
 
 from benchmarks.gate import compare_steps
 from benchmarks.harness import WrongResultError, take_turns
@@ -43,11 +42,6 @@ class LayoutOptions(RankOptions):
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
-
-    @property
-    def on(self) -> torch.device:
-        """The device of all ranks."""
-        return torch.device(self.device or ("cuda" if torch.cuda.device_count() else "cpu"))
 
     def joined_by(self, ranks: int) -> str:
         """The backend of so many ranks, for records."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ddp, parallel_run, zero
+from benchmarks import checkpoints, ddp, long_context, moe_eval, parallel_run, profiling_run, scaling, zero
 from benchmarks.lib.peers import wrapped
 from benchmarks.lib.turns import check
 from benchmarks.parallel_run import ParallelSettings
@@ -114,6 +114,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert errors[0].startswith(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "benchmark", [checkpoints, ddp, long_context, moe_eval, profiling_run, scaling, zero], ids=lambda each: each.__name__
+)
+def test_a_missing_gpu_is_named_before_ranks_start(benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(benchmark.main, ["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
 
 
 def test_reductions_hide_behind_backward():
