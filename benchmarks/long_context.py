@@ -46,6 +46,11 @@ NOTE = (
 class LongContextSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
+    words = (
+        ("--context ", "--contexts "),
+        ("--size or --micro-batch-size", "--size or --contexts"),
+        ("raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size", "lower --contexts"),
+    )
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
     cp: tuple[int, ...] = setting((2, 4), "Context-parallel ranks; may be repeated.", type=click.IntRange(2))
     attention: Attention = setting("sdpa", "Implementation of attention.")

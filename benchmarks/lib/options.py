@@ -7,7 +7,7 @@ from typing import Literal
 import click
 import torch
 
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.records import Record, append_record, appended, machine_name, open_records
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.host.machine import choose_device
@@ -45,8 +45,8 @@ class RecordOptions:
     smoke: bool = setting(False, "Test run: small and short, writes no record.")
 
     def records_folder(self, device: torch.device) -> Path:
-        """Folder of the records."""
-        return results_folder(self.results, self.machine, device)
+        """Folder of the records: as chosen, or one of this machine in the current folder."""
+        return self.results or Path("runs/results", machine_name(device, self.machine))
 
     def recorder(self, benchmark: str, device: torch.device) -> Recorder:
         """Make a command's recorder, in a smoke run without a file. Raises UserError if it cannot be written."""

@@ -80,7 +80,8 @@ def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--contexts", "66"), "66 tokens do not divide into 2 x cp 2 = 4 parts: use --context 64, or a lower --cp"),
+        (("--contexts", "66"), "66 tokens do not divide into 2 x cp 2 = 4 parts: use --contexts 64, or a lower --cp"),
+        (("--contexts", "10000000"), "are usable; lower --contexts"),
         (("--contexts", "64", "--backend", "nccl"), "nccl"),
     ],
 )

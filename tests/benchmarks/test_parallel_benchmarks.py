@@ -118,7 +118,9 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "benchmark", [checkpoints, ddp, long_context, moe_eval, profiling_run, scaling, zero], ids=lambda each: each.__name__
+    "benchmark",
+    [checkpoints, ddp, long_context, moe_eval, profiling_run, scaling, zero],
+    ids=lambda each: each.__name__,
 )
 def test_a_missing_gpu_is_named_before_ranks_start(benchmark, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
