@@ -30,7 +30,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.table import Table
-from cs336_systems.host.text import plot_text
+from cs336_systems.host.text import plot_text, printable
 from cs336_systems.presets import Attention, ContextType, preset
 from cs336_systems.traffic import sent
 
@@ -167,7 +167,7 @@ def main(**options: Any) -> None:
     recorder = study.run("long_context", partial(layout_record, settings), sheets)
     if recorder and recorder.path:
         with shown(recorder.path):
-            print(draw(recorder.path) if can_plot() else HOW_TO_PLOT)
+            print(printable(f"plot in {draw(recorder.path)}") if can_plot() else HOW_TO_PLOT)
     study.require_right()
 
 
