@@ -79,7 +79,8 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
     for folder, option in ((settings.logs, "--logs"), (results, "--results"))[: 1 if settings.smoke else 2]:
         with os_errors(f"write {folder}", f"choose another {option}"):
             folder.mkdir(parents=True, exist_ok=True)
-    print(printable(f"records in {results}, output in {settings.logs}; ^C stops, the same command goes on"), flush=True)
+    rest = "goes on" if journal.known else "begins anew, as the code has changes or no commit"
+    print(printable(f"records in {results}, output in {settings.logs}; ^C stops, the same command {rest}"), flush=True)
     with ended_politely():
         outcomes = measure_all(runs, settings, results, journal)
     show(outcomes, "outcome")

@@ -13,7 +13,7 @@ import click
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios, take_turns
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
-from benchmarks.lib.sheets import ratio, show, time
+from benchmarks.lib.sheets import ratio, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
@@ -80,7 +80,8 @@ def sheet(records: list[Record]) -> Table:
         rows.append([record.config["variant"], *times, time(record.predicted["mean_ms"]), ratio(metrics)])
     title = f"{with_edition(first['size'], first['year'])} {first['mode']}, batch {first['batch_size']} x "
     heads = ("variant", "mean", "± std", "median", "predicted", "time / first's (quartiles)")
-    return Table(f"{title}{first['context']}", heads, rows)
+    notes = "\n".join(remarks(records, lambda each: each.config["variant"]))
+    return Table(f"{title}{first['context']}", heads, rows, notes)
 
 
 @click.command()

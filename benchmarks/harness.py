@@ -107,9 +107,7 @@ def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def interleave(
-    candidates: Mapping[str, Callable[[], Sample]],
-    rounds: int,
-    advance: Callable[[str], None] = lambda note: None,
+    candidates: Mapping[str, Callable[[], Sample]], rounds: int, advance: Callable[[str], None] = lambda note: None
 ) -> dict[str, list[Sample]]:
     """Let candidates, each of which measures itself once and returns what it found, take turns: A B A B.
 

@@ -30,7 +30,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.table import Table
-from cs336_systems.host.text import plot_text
+from cs336_systems.host.text import plot_text, printable
 from cs336_systems.presets import Attention, ContextType, preset
 from cs336_systems.traffic import sent
 
@@ -46,6 +46,11 @@ NOTE = (
 class LongContextSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
+    words = (
+        ("--context ", "--contexts "),
+        ("--size or --micro-batch-size", "--size or --contexts"),
+        ("raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size", "lower --contexts"),
+    )
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
     cp: tuple[int, ...] = setting((2, 4), "Context-parallel ranks; may be repeated.", type=click.IntRange(2))
     attention: Attention = setting("sdpa", "Implementation of attention.")
@@ -162,7 +167,7 @@ def main(**options: Any) -> None:
     recorder = study.run("long_context", partial(layout_record, settings), sheets)
     if recorder and recorder.path:
         with shown(recorder.path):
-            print(draw(recorder.path) if can_plot() else HOW_TO_PLOT)
+            print(printable(f"plot in {draw(recorder.path)}") if can_plot() else HOW_TO_PLOT)
     study.require_right()
 
 

@@ -238,7 +238,6 @@ def main(**options: Any) -> None:
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
-    name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
     config = settings.config()
     settings.sizes(config, ranks)
     blocks = settings.blocks(config)
@@ -246,7 +245,7 @@ def main(**options: Any) -> None:
         with os_errors(f"write {settings.folder()}", "name another with --out"):
             settings.folder().mkdir(parents=True, exist_ok=True)
     if here.rank == 0:
-        settings.recorder("moe_eval", torch.device(name))
+        settings.recorder("moe_eval", settings.on)
     start_ranks(work, settings.device, settings.nproc, settings, blocks)
 
 

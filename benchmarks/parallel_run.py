@@ -114,12 +114,11 @@ def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchm
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1)
     settings.config()
-    here, device = find_place(), "cuda" if settings.device != "cpu" and torch.cuda.device_count() else "cpu"
-    ranks = settings.nproc or 2
+    here, ranks = find_place(), settings.nproc or 2
     place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
-    choose_backend(settings.backend, torch.device(settings.device or device), place)
+    choose_backend(settings.backend, settings.on, place)
     if here.rank == 0:
-        settings.recorder(benchmark, torch.device(device))
+        settings.recorder(benchmark, settings.on)
     start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)
 
 

@@ -170,15 +170,15 @@ def main(**options: Any) -> None:
     """Profile training steps on all ranks; write traces, tables, flame graph, memory, overlap and timeline."""
     settings, here = ProfilingSettings(**options), find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
-    name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    settings.case(settings.size, torch.device(name))
+    device = choose_device(settings.device)
+    settings.case(settings.size, device)
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
     folder = settings.folder(ranks)
     with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0:
-        settings.recorder("profiling", torch.device(name))
+        settings.recorder("profiling", device)
     start_ranks(work, settings.device, settings.nproc, settings)
 
 

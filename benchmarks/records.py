@@ -51,11 +51,6 @@ def machine_name(device: torch.device, override: str | None = None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
 
 
-def results_folder(chosen: Path | None, machine: str | None, device: torch.device) -> Path:
-    """The folder that a benchmark writes to: as chosen, or one of this machine in the current folder."""
-    return chosen or Path("runs/results", machine_name(device, machine))
-
-
 def open_records(folder: Path, benchmark: str) -> Path:
     """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured. Says if the machine is
     too busy. Raises UserError where it cannot be written.

@@ -48,6 +48,7 @@ VOCABULARY = 512
 class ScalingSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
+    words = ((" (--batch-size)", ""), ("--tp, --pp or --zero", "tp or pp in --grid, or --zero"))
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp.")
     objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mixed_precision
-from benchmarks.records import results_folder
+from benchmarks.lib.options import RecordOptions
 from cs336_systems import __main__ as commands
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
@@ -63,9 +63,9 @@ def test_a_folder_of_the_same_name_is_named_in_one_line(tmp_path, folder, comman
 
 
 def test_records_go_to_the_current_folder(in_tmp):
-    folder = results_folder(None, "Some GPU", choose_device("cpu"))
+    folder = RecordOptions(machine="Some GPU").records_folder(choose_device("cpu"))
     assert folder == Path("runs/results/some-gpu")
-    assert results_folder(Path("there"), None, choose_device("cpu")) == Path("there")
+    assert RecordOptions(results=Path("there")).records_folder(choose_device("cpu")) == Path("there")
     assert run_command(mixed_precision.main, ["accumulation"]) == 0
     (written,) = in_tmp.rglob("*.jsonl")
     assert written.relative_to(in_tmp).parts[:2] == ("runs", "results")

@@ -57,11 +57,11 @@ class Citation:
         return found.records[0] if found else None
 
     def need(self, config: Mapping[str, Wanted] | None = None, /, **more: Wanted) -> Record:
-        """The measured one with these settings. Raises Unmeasured where there is none."""
-        found = self.measured.one(config, **more)
-        if found is None:
+        """The measured one with these settings, the newest of several. Raises Unmeasured where there is none."""
+        found = self.measured.only(config, **more).records
+        if not found:
             raise Unmeasured(self.command)
-        return found
+        return max(found, key=lambda each: str(each.environment.get("date")))
 
     def values(self, key: str) -> list[Any]:
         """The different values of a setting, in the order of the records."""

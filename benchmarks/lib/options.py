@@ -7,9 +7,10 @@ from typing import Literal
 import click
 import torch
 
-from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from benchmarks.records import Record, append_record, appended, machine_name, open_records
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.host.console import PATIENCE, setting
+from cs336_systems.host.machine import choose_device
 
 COUNT = click.IntRange(1)
 
@@ -44,8 +45,8 @@ class RecordOptions:
     smoke: bool = setting(False, "Test run: small and short, writes no record.")
 
     def records_folder(self, device: torch.device) -> Path:
-        """Folder of the records."""
-        return results_folder(self.results, self.machine, device)
+        """Folder of the records: as chosen, or one of this machine in the current folder."""
+        return self.results or Path("runs/results", machine_name(device, self.machine))
 
     def recorder(self, benchmark: str, device: torch.device) -> Recorder:
         """Make a command's recorder, in a smoke run without a file. Raises UserError if it cannot be written."""
@@ -59,3 +60,8 @@ class RankOptions(RecordOptions):
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
+
+    @property
+    def on(self) -> torch.device:
+        """The device of all ranks. Raises UserError for a missing GPU."""
+        return choose_device(self.device)

@@ -12,14 +12,7 @@ from benchmarks.lib.model_options import ModelOptions, model_config
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.workload import PHASES, Case
 from benchmarks.records import Record
-from cs336_systems.cost import (
-    Hardware,
-    Mode,
-    backward_flops,
-    forward_flops,
-    least_forward_flops,
-    predict,
-)
+from cs336_systems.cost import Hardware, Mode, backward_flops, forward_flops, least_forward_flops, predict
 from cs336_systems.cost.probe import probe
 from cs336_systems.host.console import setting
 from cs336_systems.host.machine import device_name, environment

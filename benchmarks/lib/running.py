@@ -72,6 +72,7 @@ class Journal:
     def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
         self.path = folder / "commands.json"
         self.stamp = {name: stamp[name] for name in ("commit", "dirty", "device", "date")}
+        self.known = stamp["commit"] is not None and not stamp["dirty"]  # what code this is
         self.found: dict[str, dict[str, Any]] = {}
         if not self.path.exists():
             return
@@ -90,8 +91,7 @@ class Journal:
     def has(self, run: Benchmark) -> bool:
         """True if a command was measured on this device at this commit, without changes then or now."""
         last, keys = self.found.get(run.command, {}), ("commit", "dirty", "device")
-        known = self.stamp["commit"] is not None and not self.stamp["dirty"]
-        return known and all(last.get(key) == self.stamp[key] for key in keys)
+        return self.known and all(last.get(key) == self.stamp[key] for key in keys)
 
     def add(self, run: Benchmark, seconds: float) -> None:
         """Note that a command has been measured. The file is replaced as a whole."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import click
-import torch
 
 from benchmarks.gate import compare_steps
 from benchmarks.harness import WrongResultError, take_turns
@@ -38,16 +37,16 @@ PROBE_SECONDS = 0.3
 class LayoutOptions(RankOptions):
     """Options of a benchmark whose layouts take turns."""
 
+    words: ClassVar[tuple[tuple[str, str], ...]] = ()  # pairs: the trainer's words in messages, and this command's
     size: str = setting("tiny", "Model preset.")
     rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
 
-    @property
-    def on(self) -> torch.device:
-        """The device of all ranks."""
-        return torch.device(self.device or ("cuda" if torch.cuda.device_count() else "cpu"))
+    def reworded(self, error: UserError) -> str:
+        """The trainer's message, with the names of this command's options."""
+        return reduce(lambda said, names: said.replace(*names), self.words, str(error))
 
     def joined_by(self, ranks: int) -> str:
         """The backend of so many ranks, for records."""
@@ -68,7 +67,7 @@ class LayoutOptions(RankOptions):
             config = recipe.model_config()
             recipe.check(config, ranks)
         except UserError as error:
-            raise UserError(f"layout {label}: {error}") from None
+            raise UserError(f"layout {label}: {self.reworded(error)}") from None
         return Layout(label, recipe, ranks, config)
 
 
@@ -131,7 +130,10 @@ class Study:
                 continue
             usable = usable_memory(device) // (layout.ranks if device.type == "cpu" else 1)
             parts = max((seen.memory() for seen in layout.stages), key=lambda each: sum(each.values()))
-            require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
+            try:
+                require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
+            except UserError as error:
+                raise UserError(settings.reworded(error)) from None
         self.launcher = Launcher(here, device.type)
 
     def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:
@@ -140,7 +142,7 @@ class Study:
         try:
             return self.launcher.run(ranks, take_turn, recipe, **options)
         except UserError as error:
-            raise UserError(f"layout {layout.label}: {error}") from None
+            raise UserError(f"layout {layout.label}: {self.settings.reworded(error)}") from None
 
     def first_steps(self, layout: Layout, recipe: Recipe, ranks: int) -> Answer:
         """Two steps, which are not timed; one run serves all layouts that are compared to it."""

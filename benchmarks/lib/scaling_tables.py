@@ -82,7 +82,7 @@ def summary(records: Sequence[Record]) -> Table:
         "layout: tp x pp x dp. step: median of all turns. efficiency: throughput of a rank over that in "
         f"{markdown_text(config['base'])}, median and quartiles of the rounds. bubble: share of the pipeline's time in "
         "which a rank computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: "
-        "least and most over the ranks."
+        "least and most over the ranks. ms / sample, tokens / s, bubble, HFU and MFU: the turn of median speed."
     )
     columns = {name: cell for name, cell in COLUMNS.items() if name != "util." or config["device"] == "cuda"}
     rows = []

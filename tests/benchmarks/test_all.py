@@ -114,6 +114,7 @@ def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
     said = capsys.readouterr().out
     assert "1 of 2 commands to measure, about 20.0 s" in said
     assert "[1/1] about 20.0 s left: python -m fake fail" in said
+    assert "^C stops, the same command goes on\n" in said.replace(" \n", "\n")
     for options in (("--commit", "another"), ("--commit", "abc", "--again")):  # as long as it took
         assert suite("--list", *options) == 0
         assert "2 of 2 commands to measure, about 27.0 s" in capsys.readouterr().out
@@ -121,6 +122,8 @@ def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
     (folder / "out/commands.json").write_text(json.dumps(took))
     assert suite("--list", "--commit", "abc") == 0
     assert "2 of 2 commands to measure" in capsys.readouterr().out
+    assert suite() == 2  # without a commit
+    assert "the same command begins anew, as the code has changes or no commit" in capsys.readouterr().out
 
 
 def test_what_another_device_measured_is_measured_here(fakes, capsys):

@@ -5,12 +5,14 @@ import json
 import pytest
 
 from benchmarks import compare
+from benchmarks.lib import plan
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import model_preset
 
 
-def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, capsys):
+def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "instead_of_kernels", lambda case: ["a reason for doubt"])
     arguments = ["--device", "cpu", "--size", "tiny", "--batch-size", "1", "--steps", "3", "--results", "out"]
     variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
     assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0
@@ -24,7 +26,9 @@ def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, capsys):
     assert records[0]["metrics"]["ratio_median"] == 1.0
     pairs = sorted(a / b for a, b in zip(records[2]["samples_ms"], records[0]["samples_ms"], strict=True))
     assert records[2]["metrics"]["ratio_median"] == pytest.approx(pairs[1])
-    assert "precision=bf16" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "precision=bf16" in out
+    assert "a reason for doubt" in out
 
 
 def test_compare_needs_memory_for_all(monkeypatch, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ddp, parallel_run, zero
+from benchmarks import checkpoints, ddp, long_context, moe_eval, parallel_run, profiling_run, scaling, zero
 from benchmarks.lib.peers import wrapped
 from benchmarks.lib.turns import check
 from benchmarks.parallel_run import ParallelSettings
@@ -15,6 +15,7 @@ from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.ddp import BucketedDDP, FlatDDP
+from cs336_systems.host.console import run_command
 from tests.support import ranks
 from tests.support.machine import made_up
 
@@ -95,6 +96,18 @@ def test_the_gate_sees_a_wrong_wrapper(kind):
     ranks.run(gate_case, 2, broken=False, kind=kind)
     errors = ranks.run_failing(gate_case, 2, broken=True, kind=kind)
     assert all("candidate's update is off its reference by" in error[1] for error in errors)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "benchmark",
+    [checkpoints, ddp, long_context, moe_eval, profiling_run, scaling, zero],
+    ids=lambda each: each.__name__,
+)
+def test_a_missing_gpu_is_named_before_ranks_start(benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(benchmark.main, ["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
 
 
 def test_reductions_hide_behind_backward():

@@ -53,6 +53,14 @@ def test_a_citation_finds_what_it_asks_for(book):
     assert [record.config["columns"] for record, _ in book.cited[""].values()] == [1024, 1024]
 
 
+def test_a_sentence_quotes_the_newest_of_several_records(tmp_path):
+    later = made((5.0,) * 3, columns=2048)
+    later = replace(later, environment=WHERE | {"date": "2026-01-03T00:00:00"})
+    for record in (made(columns=1024), later, made(columns=4096)):
+        append_record(record, open_records(tmp_path / "test-cpu", "norms"))
+    assert Book(tmp_path, "test-cpu").cite("norms").need(candidate="eager").samples_ms == [5.0] * 3
+
+
 @pytest.mark.parametrize(
     ("ask", "said"),
     [

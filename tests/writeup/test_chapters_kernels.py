@@ -1,19 +1,21 @@
 """The chapters on kernels: what they count, what they say of made-up records, and that they can be filled on a GPU."""
 
+import shutil
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
-from benchmarks.records import Record, append_record, open_records
+from benchmarks.records import RESULTS, Record, append_record, open_records, read_records
 from cs336_systems.cost.course import question
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
 from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_share
-from writeup.chapters import flash_published, flash_sweep, layernorm
+from writeup.chapters import flash_published, flash_sweep, layernorm, step
 from writeup.compose import chapter
+from writeup.errors import Unmeasured
 from writeup.model_pairs import BASE, in_turn, setup
 from writeup.publications import publications
 from writeup.tables import plain
@@ -108,6 +110,22 @@ def test_without_records_each_says_what_to_run(tmp_path, name):
     text, _ = chapter(Book(tmp_path, None), name)
     assert "Not measured on this machine. Run: `python -m benchmarks." in text
     assert "†" not in text
+
+
+def test_a_comparison_without_bf16_is_unmeasured(tmp_path):
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS, results)
+    assert step.spoken(Book(results, "amd-epyc"))["tiny"] > 0
+    (other,) = (each for each in read_records(RESULTS / "amd-epyc/compare.jsonl") if is_base_of_tiny(each))
+    append_record(
+        replace(other, samples_ms=[2 * each for each in other.samples_ms]), results / "amd-epyc/compare.jsonl"
+    )
+    with pytest.raises(Unmeasured, match="--size tiny norm=rmsnorm"):
+        step.spoken(Book(results, "amd-epyc"))
+
+
+def is_base_of_tiny(record: Record) -> bool:
+    return record.config["variant"] == BASE and record.config["size"] == "tiny"
 
 
 def test_what_backward_needs_is_counted():

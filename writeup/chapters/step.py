@@ -7,7 +7,7 @@ from writeup.book import Book, facts
 from writeup.cells import median_ms, predicted_ms
 from writeup.chapters import benchmarking, flame_graph, function_calls, mixed_precision
 from writeup.errors import Unmeasured
-from writeup.model_pairs import in_turn
+from writeup.model_pairs import COMMAND, in_turn
 from writeup.words import pair_ratios
 
 
@@ -31,6 +31,8 @@ def spoken(book: Book) -> dict[str, Any]:
         raise Unmeasured(function_calls.COMMAND)
     pairs = in_turn(book.cite("compare"), "precision=bf16")
     ratios = {size: pair_ratios(*pair) for (size, _), pair in pairs.items()}
+    for size in sorted(sizes.keys() - ratios.keys()):
+        raise Unmeasured(COMMAND.replace("small", size))
     return {
         "seconds": median_ms(step) / 1e3,
         "low": min(book.runs(step)) / 1e3,
@@ -40,7 +42,6 @@ def spoken(book: Book) -> dict[str, Any]:
         "first": {size: samples[0] / median(samples[1:]) for size, samples in cold.items()},
         "matmuls": profile.metrics["share_matrix_products"],
         "half": median(ratios["small"]),
-        "half_turns": all(each > 1 for each in ratios["small"]),
         "tiny": median(ratios["tiny"]),
-        "tiny_turns": all(each > 1 for each in ratios["tiny"]),
+        "turns": all(each > 1 for size in sizes for each in ratios[size]),
     }
