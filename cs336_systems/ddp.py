@@ -52,8 +52,8 @@ class DataParallel(Wrapper):
         kind = f"buckets of {self.bucket_size_mb} MB, gradients {type(self.gradients).__name__.lower()}"
         super().__init__(kind, module, group, ignored)
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
-        if cap < 0:
-            raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
+        if not cap >= 0:  # or NaN
+            raise UserError(f"a bucket has 0 MB or more, not {self.bucket_size_mb}")
         self.make_buckets(plan_buckets(list(self.guard.trainable), cap, apart), placement=self.gradients)
         self.next = 0  # the first bucket that has not been launched
         self.accumulating = False  # inside no_sync

@@ -209,13 +209,14 @@ def test_gradients_lie_in_their_buckets():
     ranks.run(views_case, 2)
 
 
-def test_an_impossible_bucket_is_refused():
-    errors = ranks.run_failing(negative_case, 1)
-    assert "less than nothing" in errors[0][1]
+@pytest.mark.parametrize("size", [-1.0, float("nan")])
+def test_an_impossible_bucket_is_refused(size):
+    errors = ranks.run_failing(bucket_case, 1, size=size)
+    assert f"a bucket has 0 MB or more, not {size}" in errors[0][1]
 
 
-def negative_case(group) -> None:
-    BucketedDDP(make(), bucket_size_mb=-1.0)
+def bucket_case(group, size: float) -> None:
+    BucketedDDP(make(), bucket_size_mb=size)
 
 
 def freed_case(group) -> None:

@@ -259,7 +259,7 @@ def weights_hash(checkpoint: Checkpoint) -> str:
 def export_plain(checkpoint: Checkpoint, path: Path) -> int:
     """Write all parameters to a new file, with the whole model in memory; returns the number of parameters. Raises
     UserError if the file exists or cannot be written."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    temporary = path.parent / f".{path.name}-{secrets.token_hex(4)}"
     try:
         with os_errors(f"write {path}"):
             if path.exists():

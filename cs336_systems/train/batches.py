@@ -57,11 +57,9 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return batch
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
-    sha256 = hashlib.sha256(whole.tokens.tobytes()).hexdigest()
+    text = training.name, hashlib.sha256(whole.tokens.tobytes()).hexdigest(), len(training.tokens), config.vocab_size
     targets = None if recipe.data.pack else rows * seq  # in packed rows a document's last token has no target
-    return Batches(
-        training.name, sha256, len(training.tokens), config.vocab_size, targets, reader(training), validation
-    )
+    return Batches(*text, targets, reader(training), validation)
 
 
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:

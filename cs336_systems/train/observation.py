@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cs336_systems.comm import Event, Mesh, fake_ranks, record
 from cs336_systems.data.corpus import Batch
+from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.host.table import Table
@@ -61,12 +62,17 @@ def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: i
 
 @contextmanager
 def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int) -> Iterator["RankStep"]:
-    """Imitate a rank of a layout; yields its step."""
+    """Imitate a rank of a layout; yields its step. Raises UserError for tensors of 2^63 bytes or more."""
     layout.check(config, recipe.seq(config))
-    with fake_ranks(rank, layout.ranks), Observer() as seen:
-        mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.cp, layout.dp)
-        part = Assembly(recipe, config, layout, mesh, torch.device("meta"))
-        yield RankStep(part, seen, recipe.seq(config) // layout.cp)
+    try:
+        with fake_ranks(rank, layout.ranks), Observer() as seen:
+            mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.cp, layout.dp)
+            part = Assembly(recipe, config, layout, mesh, torch.device("meta"))
+            yield RankStep(part, seen, recipe.seq(config) // layout.cp)
+    except (RuntimeError, TypeError) as error:  # torch raises either
+        if "verflow" not in str(error):
+            raise
+        raise UserError("a tensor of the model or the batch would have 2^63 bytes or more; use smaller ones") from None
 
 
 class RankStep:
@@ -78,11 +84,10 @@ class RankStep:
     def run(self, count: int) -> Counter[Transfer]:
         """Take a step of `count` microbatches; returns its transfers."""
         part, rows = self.part, count * self.part.layout.micro_batch
-        device = next(part.stage.parameters()).device
-        tokens = torch.zeros((rows, self.seq), dtype=torch.int64, device=device)
+        tokens = next(part.stage.parameters()).new_zeros((rows, self.seq), dtype=torch.int64)
         is_bert = part.stage.model.config.bert_heads
         bert = (tokens, torch.ones_like(tokens, dtype=torch.bool), tokens[:, 0]) if is_bert else ()
-        microbatches = Batch(tokens, tokens, torch.arange(rows), *bert).split(part.layout.micro_batch)
+        microbatches = Batch(tokens, tokens, tokens[:, 0], *bert).split(part.layout.micro_batch)
         self.rest = self.live_activations()
         self.traffic, self.counts = Counter[Transfer](), {phase: Counts() for phase in PHASES}
         self.kept: list[int] = []
@@ -160,9 +165,8 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     order = ("ep", "tp") if experts else ("tp", "dp", "data", "ep", "replicas", "world")
     along = (axis for axis in order if getattr(mesh, axis).group_name == event.group)
     of_context = next((name for name in OF_CONTEXT if mesh.cp.size() > 1 and what.startswith(name)), None)
-    what = of_context or what
     axis = "cp" if of_context else "pp" if message else AXIS_OF.get(what) or next(along)
-    return Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)
+    return Transfer(phase, axis, event.verb, of_context or what, event.nbytes, event.ranks)
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
@@ -222,10 +226,8 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
     ends = any(row[1] == "ends" for row in rows)
     note = "ends: the first and the last stage, which share the tied embedding; " * ends + "world: all ranks."
-    if layout.ep > 1 or layout.cp > 1:
-        note += " data: dp, ep and cp together."
-    if layout.ep > 1:
-        note += " How many rows travel to experts is counted as if the router were balanced."
+    note += " data: dp, ep and cp together." * (layout.ep > 1 or layout.cp > 1)
+    note += " How many rows travel to experts is counted as if the router were balanced." * (layout.ep > 1)
     title = "A step's collectives and messages on one rank of each stage"
     return Table(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
 

@@ -38,7 +38,7 @@ class ModelOptions:
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
     year: int = setting(presets.DEFAULT_YEAR, f"Edition of the course that the size is from, {YEARS}.")
     objective: Literal["lm", "bert"] | None = of_preset("Predict the next token, or masked tokens and sentence order.")
-    num_layers: int | None = of_preset("Number of blocks.", COUNT)
+    num_layers: int | None = of_preset("Number of blocks.", click.IntRange(1, 10_000))
     d_model: int | None = of_preset("Width of the residual stream.", COUNT)
     num_heads: int | None = of_preset("Attention heads.", COUNT)
     d_ff: int | None = setting(None, "Hidden width of the MLP.  [default: the preset's, or 4 x --d-model]", COUNT)
@@ -111,8 +111,8 @@ class ExpertOptions:
 
     def with_experts(self, config: presets.ModelConfig) -> presets.ModelConfig:
         """Change a model's experts. Raises UserError for invalid settings, and for these options without experts."""
-        values = ((each, getattr(self, each.name)) for each in fields(ExpertOptions))
-        given = {each.name: value for each, value in values if value != each.default}
+        own = fields(ExpertOptions)
+        given = {each.name: value for each in own if (value := getattr(self, each.name)) != each.default}
         about = [name for name in given if name != "num_experts"]
         if about and not given.get("num_experts", config.num_experts):
             raise UserError(f"{flag(about[0])} is about experts, and the model has none: set --num-experts")
@@ -217,7 +217,7 @@ class LaunchOptions:
 class RunOptions:
     """Length of a run, its seed, evaluation, sample, log, and the folder of its checkpoints."""
 
-    steps: int = setting(300, "Optimizer steps in all, including those before --resume.", COUNT)
+    steps: int = setting(300, "Optimizer steps in all, including those before --resume.", click.IntRange(1, 10**9))
     seed: int = setting(0, "Random seed of weights, batches and sample.", click.IntRange(0, 2**32 - 1))
     eval_interval: int | None = setting(None, "Steps between two evaluations.  [default: one, at the end]", COUNT)
     eval_iters: int = setting(8, "Batches per evaluation.", COUNT)

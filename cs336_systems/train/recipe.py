@@ -86,8 +86,7 @@ class Recipe:
 
     def seq(self, config: ModelConfig) -> int:
         """Number of tokens in a sequence. Raises UserError for more than the model has positions."""
-        context = self.data.context
-        if context and context > config.context_length:
+        if (context := self.data.context) and context > config.context_length:
             raise UserError(f"--context {context} exceeds the model's {config.context_length} positions")
         return context or config.context_length
 

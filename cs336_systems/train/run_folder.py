@@ -163,9 +163,8 @@ class RunCheckpoints:
             now["backend"] = then["backend"]
         other = _differing(then, now, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
-        before = {flag(name): value for name, value in checkpoint.state["recipe"].items()}
-        options = {flag(name): value for name, value in asdict(self.trainer.recipe.optimizer).items()}
-        changed = _differing(before, options, "{} {} -> {}")
+        before, options = checkpoint.state["recipe"], asdict(self.trainer.recipe.optimizer)
+        changed = [flag(each) for each in _differing(before, options, "{} {} -> {}")]
         if then.get(ROUTED, routed) != routed:  # earlier versions did not save it
             keep = "--micro-batch-size and, with --aux-scope global, number of data-parallel ranks"
             changed.append(f"{ROUTED} {then[ROUTED]} -> {routed} (kept by the same {keep})")
@@ -175,9 +174,14 @@ class RunCheckpoints:
 
 
 def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[str]:
-    """Fill the text with the name and both values of each setting that has changed."""
-    now = json.loads(json.dumps(mine, allow_nan=False))  # as from a file: a tuple becomes a list
-    return [text.format(name, saved.get(name), now[name]) for name in now if saved.get(name) != now[name]]
+    """Fill the text with the name and both values of each setting that has changed, of a group of them too."""
+    now, found = json.loads(json.dumps(mine, allow_nan=False)), list[str]()  # as from a file: a tuple becomes a list
+    for name, value in now.items():
+        if isinstance(value, dict) and isinstance(then := saved.get(name), dict):
+            found += _differing(then, value, text)
+        elif saved.get(name) != value:
+            found.append(text.format(name, saved.get(name), value))
+    return found
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:

@@ -181,7 +181,7 @@ def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -
     if trainer.skipped:
         why = "their gradients were inf or NaN"
         if recipe.model.precision == "fp16":
-            why = f"their gradients overflowed fp16, and the loss scale came down to {trainer.scaler.scale:g}"
-            why += "; take more steps, or a lower --initial-loss-scale"
+            why = f"their gradients overflowed fp16, and the loss scale is now {trainer.scaler.scale:g}; lower "
+            why += "--loss-scale" if recipe.optimizer.loss_scale else "--initial-loss-scale, or take more steps"
         text += f"\n{trainer.skipped} of {final['steps']} steps were skipped: {why}"
     return f"{text}\n\n{final['sample']}\n" if "sample" in final else text

@@ -80,8 +80,7 @@ class RunState:
 
     def pieces(self) -> tuple[list[Piece], Scalars]:
         """Pieces that this rank writes, as views: those that only it has, and its share of those that replicas have."""
-        found: list[Piece] = []
-        scalars: Scalars = {}
+        found, scalars = list[Piece](), Scalars()
         for name, like, begin, sharded, state, key in self.slots():
             box, replicas, kinds = self.box(name), self.part.replicas(name), state.get(key, {})
             first, last = 0, min(max(box.numel - begin, 0), like.numel())  # the rest is padding

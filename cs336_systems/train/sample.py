@@ -41,9 +41,7 @@ def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
 @click.option("--bytes", "length", type=click.IntRange(1), default=300, show_default=True, help="Length in bytes.")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed of the text."
-)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device to run on.  [default: cuda if there is one]")
 def main(path: Path, prompt: str, length: int, seed: int, device: str | None) -> None:
     """Generate text with the checkpoint at PATH, or with the newest checkpoint of the run in that folder."""

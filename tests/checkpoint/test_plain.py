@@ -238,6 +238,9 @@ def test_export(run_folder, tmp_path, capsys):
     assert torch.equal(load_file(file)["a.weight"], tensors(2)["a.weight", VALUE])
     assert run_command(main, ["export", str(run_folder), str(file)]) == 2
     assert capsys.readouterr().err == f"error: {file} exists already; name another file\n"
+    for folder, name in {"": ".", "/": "/"}.items():  # they have no name
+        assert run_command(main, ["export", str(run_folder), folder]) == 2
+        assert capsys.readouterr().err == f"error: {name} exists already; name another file\n"
     first = run_folder / "checkpoints" / "step-00000001"
     shutil.move(first, tmp_path / "away")
     assert run_command(main, ["export", str(tmp_path / "away"), str(tmp_path / "first")]) == 0

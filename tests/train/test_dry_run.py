@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from cs336_systems.cost import count_parameters
+from cs336_systems.errors import UserError
 from cs336_systems.host.observe import Observer
 from cs336_systems.layout import Layout
 from cs336_systems.model import routing as gating
@@ -114,6 +115,16 @@ def shown(ranks: int, **options) -> str:
     console = Console(width=160, record=True, file=StringIO())
     console.print(dry_run(Recipe.of(**options), ranks))
     return " ".join(console.export_text().split())
+
+
+@pytest.mark.parametrize("option", ["batch_size", "context", "vocab_size", "d_ff"])
+def test_a_tensor_too_large_to_count_is_refused(option):
+    """By torch with an error of either of two types; a batch of 10^11 rows takes no memory to observe."""
+    with pytest.raises(UserError, match="would have 2\\^63 bytes or more"):
+        dry_run(Recipe.of(num_layers=1, **{option: 10**20}), 1)
+    with pytest.raises(UserError, match="would have 2\\^63 bytes or more"):
+        dry_run(Recipe.of(num_layers=1, d_model=10**12, num_heads=1), 1)
+    assert "100000000000 x 16 tokens" in shown(1, num_layers=1, context=16, batch_size=10**11, dropout=0.1)
 
 
 def test_the_tables_of_a_dry_run():

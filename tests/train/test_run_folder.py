@@ -49,6 +49,8 @@ def command(capsys, *arguments: str) -> tuple[int, str, list[str]]:
         (("--out", "file/run"), "error: cannot write to file/run: "),
         (("--weights", "none.safetensors"), "error: cannot read none.safetensors: No such file or directory"),
         (("--weights", "file"), "error: file "),
+        (("--num-layers", "10001"), "error: Invalid value for '--num-layers': 10001 is not in the range 1<=x<=10000."),
+        (("--steps", f"{10**20}"), f"error: Invalid value for '--steps': {10**20} is not in the range 1<=x<="),
         (("--on-nonfinite", "hope"), "error: Invalid value for '--on-nonfinite': 'hope' is not one of 'stop', 'skip'."),
         (("--out", "a", "--log-file", "file/log"), "error: cannot write the log file/log: "),
     ],
@@ -153,6 +155,22 @@ def test_another_run_is_refused_by_name(begun):
         assert f" there and is {after}" in line
         assert line.endswith(" now; resume with what it began with, or name another folder with --out DIR")
     assert len(list_checkpoints(begun / "run" / "checkpoints")) == 1  # none was set aside
+
+
+def test_another_run_is_refused_by_the_one_setting_of_its_experts(tmp_path, capsys, quick_probe):
+    out = ("--num-experts", "2", "--expert-every", "1", "--out", str(tmp_path / "run"))
+    assert command(capsys, *out, "--steps", "1")[0] == 0
+    status, _, errors = command(capsys, *out, "--steps", "2", "--resume", "--capacity-factor", "1")
+    assert (status, len(errors)) == (2, 1)
+    assert "holds another run: capacity_factor was 0.0 there and is 1.0 now; resume with" in errors[0]
+
+
+@pytest.mark.parametrize(("option", "advice"), [("--loss-scale", ""), ("--initial-loss-scale", ", or take more steps")])
+def test_the_advice_after_overflows_names_the_option_that_sets_the_scale(in_tmp, capsys, quick_probe, option, advice):
+    status, shown, _ = command(capsys, "--steps", "2", "--precision", "fp16", option, "1e30")
+    assert status == 0
+    assert "2 of 2 steps were skipped: their gradients overflowed fp16, and the loss scale is now " in shown
+    assert f"; lower {option}{advice}\n" in shown
 
 
 def test_how_the_same_is_computed_may_change(begun):
