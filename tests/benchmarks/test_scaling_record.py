@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gate import compare_steps, tolerance
-from benchmarks.lib import scaling_study
+from benchmarks.lib import options, scaling_study
 from benchmarks.lib.scaling_measure import measure_peak
 from benchmarks.lib.scaling_record import affinity, peak_flops, pipeline_bubble, predict, study_run
 from benchmarks.lib.scaling_study import Layout, Study
@@ -266,7 +266,7 @@ def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
     ]
     places = [out.index(part) for part in parts]
     assert places == sorted(places)
-    assert "a sample with recompute" not in out  # the line below the table of imported logs, whose MFU counts other operations
+    assert "a sample with recompute" not in out  # below the table of imported logs, whose MFU counts other operations
     assert out.count("bubble: ") == 1
 
 
@@ -277,7 +277,7 @@ def test_skipped_steps_are_flagged():
 
 
 def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(options, "choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     settings = ScalingSettings(grid="1x1x1,2x1x1", device="cuda")
