@@ -53,8 +53,8 @@ class SizedTask:
 
 @dataclass
 class Inputs:
-    """What candidates read: tensors by name, in the order of the arguments, whose gradients are asked for if there are
-    upstream gradients, one for each result; then tensors without gradients."""
+    """Arguments of the candidates: tensors by name, in order, which get gradients if there are upstream gradients
+    (`grads`, one for each result); then tensors without gradients."""
 
     leaves: dict[str, Tensor]
     grads: list[Tensor]

@@ -32,7 +32,7 @@ class Trained:
         return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]  # of FSDP2, which has DTensors
 
     def finish(self) -> None:
-        """What comes after backward: a call of this project's wrappers; PyTorch's have nothing left to do."""
+        """End the synchronisation after backward: this project's wrappers need a call, PyTorch's none."""
         if isinstance(self.model, DataParallel | FSDP):
             self.model.finish_gradient_synchronization()
 

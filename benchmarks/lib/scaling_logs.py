@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from benchmarks.lib.scaling_run import ScalingRun, own_shape
+from benchmarks.lib.scaling_run import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.records import shown
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular, strict_json
 
-MEBIBYTE = 2**20
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
 # Arguments of models that the formula for FLOPs does not describe.
 OTHER_SHAPES = ("swiglu", "group_query_attention", "num_experts")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.scaling_measure import Answer
-from benchmarks.lib.scaling_run import ScalingRun, own_shape
+from benchmarks.lib.scaling_run import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.lib.scaling_study import Layout, LayoutOptions
 from benchmarks.rank_step import predict_step
 from benchmarks.records import Record
@@ -25,7 +25,6 @@ BOUND = (
     "Start it unbound (mpirun --bind-to none, srun --cpu-bind=none), or allow the container more cores."
 )
 CROWDED = "all that there are: every timer includes waiting for a core, so do not read speed from this."
-MEBIBYTE = 2**20
 
 
 def pipeline_bubble(timers: Timers, pp: int) -> float | None:

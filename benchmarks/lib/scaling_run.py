@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from cs336_systems.errors import UserError
 
+MEBIBYTE = 2**20
 MOST = 1e18  # no count or time is larger
 Recompute = Literal["none", "selective", "full"]
 # Megatron-LM's names for this project's ways of recomputation.

@@ -8,8 +8,9 @@ from typing import Any
 
 from benchmarks.lib.scaling_anomalies import anomalies, marks
 from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_record import MEBIBYTE, study_run
+from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.scaling_run import (
+    MEBIBYTE,
     ScalingRun,
     bubble,
     default_base,
