@@ -130,7 +130,7 @@ def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str]
     several = sum(len(book.runs(record)) > 1 for record in records if record.status == "ok" and record.samples_ms)
     if several:
         lines.append("In brackets after a time: the lowest and highest median of all runs; no brackets: one run")
-    reasons = [f"{suspect.where}: {suspect.why}" for record in records for suspect in book.suspicions(record)]
+    reasons = [f"{suspect.text}: {suspect.why}" for record in records for suspect in book.suspicions(record)]
     lines += [f"{DOUBTFUL} {markdown_text(reason)}" for reason in dict.fromkeys(reasons)]
     if noisy:
         measured = (record for record in records if record.status == "ok")
