@@ -10,6 +10,7 @@ from writeup import plausibility_rules as rules
 from writeup.book import Book
 from writeup.plausibility import doubtful_means, let_pass, suspects_of_published, suspects_of_records
 from writeup.publications import publications
+from writeup.tables import provenance
 
 GB = 10**9
 NVLINK, HBM = 450e9, 3350e9
@@ -191,3 +192,4 @@ def test_the_chapter_lists_ours_and_theirs_and_can_do_without_ours(tmp_path):
     text, _ = chapter(book, "plausibility")
     assert "| norms, AMD EPYC | columns 1024: 10 ms |" in text
     assert book.suspicions(book.everything[0])
+    assert "⚠ columns 1024: 10 ms: " in provenance(book, book.everything, {}, noisy=False)
