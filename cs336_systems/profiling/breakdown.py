@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.profiling.names import Modules, kind_of, kinds_of, without_layer_numbers
@@ -72,31 +71,16 @@ class ModuleRow(Row):
     inclusive: Row = field(default_factory=lambda: Row(""))
 
 
-@once
-def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
-    """One operator for all that the breakdown treats alike, and the nanoseconds of all."""
-    found, labels = dict[tuple[Any, ...], tuple[Node, int]](), _labels(trace)
-    for node in timeline(trace).busy:
-        about = node.phase, node.direction, node.modules, node.collective, labels[node][0]
-        one, time = found.get(about, (node, 0))
-        found[about] = one, time + node.time
-    return found.values()
-
-
-def _column(node: Node) -> str:
-    """Column that an operator's time counts for: forward, recomputed, backward or other."""
-    phase = "backward" if node.direction == "backward" else node.phase
-    return "recomputed" if node.recomputed else phase if phase in ("forward", "backward") else "other"
-
-
-def _group(
-    trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str] = _column
-) -> dict[str, Row]:
-    """Time of all operators by the names that each counts for, with shares of the whole step."""
+def _group(trace: Trace, names: Callable[[Node], Iterable[str]], by_phase: bool = False) -> dict[str, Row]:
+    """Time of all operators by the names that each counts for, with shares of the whole step. Columns are the
+    passes of the modules or, `by_phase`, the phases of the step, where what backward recomputes is backward."""
     rows, whole = dict[str, Row](), Row("")
-    for node, time in _alike(trace):
+    for node in timeline(trace).busy:
+        column = "backward" if node.direction == "backward" and not by_phase else node.phase
+        column = column if column in ("forward", "backward") else "other"
+        column = "recomputed" if node.recomputed and not by_phase else column
         for row in (whole, *(rows.setdefault(name, Row(name)) for name in names(node))):
-            row.add(column(node), time)
+            row.add(column, node.time)
     for row in rows.values():
         row.share, row.of_forward = share(row.total, whole.total), share(row.forward, whole.forward)
     return rows
@@ -176,7 +160,7 @@ def share_rows(trace: Trace) -> list[Row]:
         label = labels[node][0]
         return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
-    rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
+    rows = _group(trace, names, by_phase=True)
     order = (MATMUL, CONVOLUTION, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)
     found = [rows.get(name, Row(name)) for name in order]
     return [row for row in found if row.total or row.name not in (CONVOLUTION, FUSED_ATTENTION, COLLECTIVES)]
