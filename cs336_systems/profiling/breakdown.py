@@ -24,11 +24,13 @@ CONVOLUTION = "convolutions"
 SOFTMAX, SCORES, VALUES = "softmax of attention", "scores q k^T", "weights times v"
 PRODUCTS, PROJECTIONS, REST = "both products", "projections", "the rest"
 SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", *SOFTMAX_FLOPS)
-MATMULS = (*FACTORS, "aten::mv", "aten::addmv", "aten::dot")  # the last have one row or column
-CONVOLUTIONS = re.compile(r"^aten::(\w*_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)\w*")
 FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
-LOSSES = re.compile(rf"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$")
-FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
+LABELS = {  # of operators, by the beginning of their names
+    MATMUL: re.compile(rf"({'|'.join(FACTORS)}|aten::mv|aten::addmv|aten::dot)$"),
+    CONVOLUTION: re.compile(r"aten::(\w*_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)"),
+    FUSED_ATTENTION: re.compile(rf"{FUSED.pattern}|FlashAttention2(Backward)?$"),  # the latter is the stand-in in torch
+    LOSS: re.compile(rf"(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$"),
+}
 NO_SOFTMAX = (
     "Attention is fused here: its softmax and its products are one operator, so the softmax has no time of its own; "
     "profile with --attention naive to see it."
@@ -127,9 +129,7 @@ def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
 
 @lru_cache(maxsize=100_000)
 def _label_of(name: str) -> str:
-    fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
-    label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
-    return CONVOLUTION if CONVOLUTIONS.match(name) else label
+    return next((label for label, pattern in LABELS.items() if pattern.match(name)), "")
 
 
 @once
@@ -139,9 +139,8 @@ def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
     for node in timeline(trace).busy:
         name = node.span.name
         label, operator = found[node.outer]
-        if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
-            label = _label_of(name)
-            label, operator = COLLECTIVES if node.collective else label, name
+        if not label or (label == LOSS and _label_of(name) == MATMUL):  # a fused loss makes the head's products, too
+            label, operator = COLLECTIVES if node.collective else _label_of(name), name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX
         found[node] = label, operator

@@ -25,6 +25,7 @@ from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular
 from cs336_systems.profiling.fields import ARGS, IDS, MEMORY, NAME, OURS, about_rank, check, checked, slim
 from cs336_systems.profiling.intervals import pack
+from cs336_systems.profiling.names import Collective, parse_collective
 
 T = TypeVar("T", "Trace", list["Trace"])
 U = TypeVar("U")
@@ -95,6 +96,11 @@ class Trace:
     def annotated(self) -> list[Span]:
         """The annotations: spans that a program named, ours among them."""
         return [span for span in self.spans if span.category == "user_annotation"]
+
+    @cached_property
+    def collectives(self) -> list[tuple[Collective, Span]]:
+        """Our annotations of launches and waits."""
+        return [(found, span) for span in self.annotated if (found := parse_collective(span.name))]
 
     @cached_property
     def links(self) -> dict[Place, Place]:
