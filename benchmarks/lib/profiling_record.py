@@ -139,16 +139,16 @@ def beside_measured(record: Record) -> Table:
     rows = []
     for name, value in record.predicted.items():
         found = record.metrics.get(name)
-        found = max(found) if isinstance(found, list) else found
-        rows.append([name.removesuffix("_ms").replace("_", " "), *(_shown(name, each) for each in (found, value))])
-    return Table("predicted before the profile, which itself takes time", ("", "measured", "predicted"), rows)
+        figures = max(found) if isinstance(found, list) else found, value
+        words = name.removesuffix("_ms").removesuffix("_bytes").replace("_", " ").replace("mean", "whole step")
+        rows.append([words, *(_shown(name, each) for each in figures)])
+    note = "The profiler slows the step down. Of ranks that differ the largest is shown; communication includes waits."
+    return Table("Measured, and predicted before", ("of a step", "measured", "predicted"), rows, note)
 
 
 def _shown(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("_ms"):
-        return format_seconds(value / 1e3)
+    if value is None or name.endswith("_ms"):
+        return "-" if value is None else format_seconds(value / 1e3)
     return format_bytes(value) if name.endswith("_bytes") else f"{value:.1%}"
 
 

@@ -39,7 +39,7 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         raise UserError(f"{out} is one of the traces that are merged; name another file with --out")
     with console.os_errors(f"write {out}", "name another file with --out"):
         write_json(merged, out)
-    clocks = Table("rank", "host", "clock ahead", "give or take", "known from")
+    clocks = Table("rank", "host", "clock ahead by", "to within", "known from")
     for rank, about in merged["ranks"].items():
         times = about["clock_offset_ns"], about["clock_bound_ns"]
         ahead, bound = ("?" if time is None else f"{time / 1e6:.3f} ms" for time in times)

@@ -263,7 +263,7 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     peaks = memory.phase_peaks()
     cells = [
         [name, f"{totals[i]:,}", format_bytes(totals[i]), *map(format_bytes, memory.amounts[i])]
-        for name, i in (peaks | {"**whole profile**": memory.peak_index}).items()
+        for name, i in (peaks | {"whole profile": memory.peak_index}).items()
     ]
     heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
     tables = [Table("The peak of each phase, by category", heads, cells)]

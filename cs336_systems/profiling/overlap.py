@@ -165,8 +165,8 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
     found, steps = overlaps(traces), timeline(traces[0]).step_count
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
-        f"{sums} ms. overlap = overlapped / communication; waited = until the last rank joined; blocked = time of a "
-        "CPU thread inside our wait."
+        f"{sums} ms. communication = overlapped (while the rank computes) + exposed = waited (until the last rank "
+        "joined) + transferred; overlap = overlapped / communication; blocked = time of a CPU thread inside our wait."
     ]
     if any(each.posted for each in found):
         notes.append(

@@ -21,12 +21,15 @@ MEASURED = {"cpu": "CPU self time", "device": "the device"}
 OPERATORS_NOTE = (
     "Times in milliseconds. Self times divide up the time of the threads that compute, so they add up to 100%; the "
     "main thread's wait for autograd's thread, which runs backward on a GPU, does not count. Totals include the "
-    "operators that an operator calls, so they overlap. FLOPs are those of matrix products and fused attention. "
-    "Memory is bytes allocated less bytes freed."
+    "operators that an operator calls, so they overlap. FLOPs are those of matrix products and fused attention."
 )
+MEMORY_NOTE = "Memory is bytes allocated less bytes freed."
 COLLECTIVES_NOTE = (
     "In milliseconds. They run on threads of the communication library while others compute, so the 100% above are "
     "without them; a collective lasts from its start on this rank until all ranks have taken part."
+)
+PARTS_NOTE = (
+    "Between their parts, blocks mostly add residuals; outside modules, backward accumulates gradients and runs hooks."
 )
 MODULES_NOTE = "`own` is without the modules inside, the others are with them; `blocks.*` stands for all blocks."
 ATTENTION_NOTE = (
@@ -62,7 +65,7 @@ MODULES = (
     "share: inclusive.share %; own forward: forward ms; own backward: backward ms; own share: share %"
 )
 ATTENTION = (
-    "part of attention: name text; forward: forward ms; share of it: of_forward %; FLOPs: forward_flops count;"
+    "part of attention: name text; forward: forward ms; share of forward: of_forward %; FLOPs: forward_flops count;"
     "FLOP/s: forward_flops/forward speed; backward: backward some; FLOPs: backward_flops count;"
     "FLOP/s: backward_flops/backward speed"
 )
@@ -111,11 +114,11 @@ def render_markdown(traces: Sequence[Trace]) -> str:
     whole = "Operators, whole step, by"
     of = f"In milliseconds of {clock}."
     tables = [
-        Table.of("Softmax beside the products of attention", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
+        Table.of("Attention: softmax and products", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
         _parts_table(mine),
         Table.of("Modules", module_rows(mine, WRITTEN), MODULES, f"{of} {MODULES_NOTE}"),
         *_spread_tables(traces, WRITTEN),
-        Table.of(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, OPERATORS_NOTE),
+        Table.of(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, f"{OPERATORS_NOTE} {MEMORY_NOTE}"),
         Table.of(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
         Table.of(f"{whole} device total", by_device, OPERATORS),
         Table.of(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
@@ -144,11 +147,11 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 def _about(traces: Sequence[Trace]) -> str:
     mine, steps = traces[0], traces[0].ours.get("steps")
     over = f"Times are sums over {steps} steps" if steps and steps > 1 else "Times are of all that was profiled"
-    return f"{over}, on rank {mine.rank} of {mine.world_size} where nothing else is said."
+    return f"{over}, on rank {mine.rank} of {mine.world_size} unless a table says otherwise."
 
 
 def _parts_table(trace: Trace) -> Table:
-    note = f"In milliseconds of {MEASURED[timeline(trace).clock]}. Each nanosecond is in one row only."
+    note = f"In milliseconds of {MEASURED[timeline(trace).clock]}. Each nanosecond is in one row only. {PARTS_NOTE}"
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 
