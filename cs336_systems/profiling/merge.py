@@ -6,7 +6,7 @@ rank's entry into a collective to the end of each other rank's wait. As they lea
 all-reduce never point back in time if clocks are right. (In a broadcast ranks wait only for the source.)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Place, Span, Trace, grouped
 
 SECOND = 10**9
-NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
 
@@ -66,15 +65,13 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
     return named, tracks
 
 
-def untangle(spans: Iterable[Span]) -> list[list[Node]]:
-    """One lane's spans on a few tracks in which they nest, and the rest on further tracks in which none overlap;
-    Python frames that do not nest are left out, as in `nest`."""
-    tracks, left = list[list[Node]](), list(spans)
-    while left and len(tracks) < NESTING:
-        tracks.append(nest(left))
-        kept = {id(node.span) for node in tracks[-1]}
-        left = [span for span in left if id(span) not in kept and span.category != FRAME]
-    return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
+def untangle(spans: Sequence[Span]) -> list[list[Node]]:
+    """One lane's spans: on a first track those that nest, on further ones the rest, of which none overlap; Python
+    frames that do not nest are left out, as in `nest`."""
+    nested = nest(spans)
+    kept = {id(node.span) for node in nested}
+    rest = pack(span for span in spans if id(span) not in kept and span.category != FRAME)
+    return [nested, *([Node(span, span.end) for span in track] for track in rest)]
 
 
 def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str:
