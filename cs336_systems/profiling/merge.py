@@ -15,7 +15,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import Node, innermost, nest
+from cs336_systems.profiling.nesting import Node, innermost, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Place, Span, Trace, grouped
 
@@ -59,19 +59,19 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
         tids = count(pid * PER_RANK)
         for order, lane in enumerate(lane for lane in from_the_top if lane[0] == old):
             tracks[lane], lane_name = [], _lane_name(trace, lane, lanes[lane], kinds[old] == 1)
-            for number, nodes in enumerate(untangle(lanes[lane])):
+            for number, nodes in enumerate(untangle(lanes[lane], nested(trace).get(lane))):
                 tracks[lane].append(Track(pid, next(tids), nodes))
                 name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
     return named, tracks
 
 
-def untangle(spans: Sequence[Span]) -> list[list[Node]]:
+def untangle(spans: Sequence[Span], known: list[Node] | None = None) -> list[list[Node]]:
     """One lane's spans: on a first track those that nest, on further ones the rest, of which none overlap; Python
-    frames that do not nest are left out, as in `nest`."""
-    nested = nest(spans)
-    kept = {id(node.span) for node in nested}
+    frames that do not nest are left out, as in `nest`. `known` are its nodes of a CPU's spans."""
+    first = known if known and all(span.category in HOST for span in spans) else nest(spans)
+    kept = {id(node.span) for node in first}
     rest = pack(span for span in spans if id(span) not in kept and span.category != FRAME)
-    return [nested, *([Node(span, span.end) for span in track] for track in rest)]
+    return [first, *([Node(span, span.end) for span in track] for track in rest)]
 
 
 def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str:
