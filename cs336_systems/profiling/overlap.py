@@ -173,4 +173,4 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
             "Sends and receives count from posting to the end of their wait, so communication, overlapped and exposed "
             "are upper bounds; blocked is a lower bound of their cost."
         )
-    return Table.of("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)
+    return Table.of("Overlap of communication with computation, in ms", found, COLUMNS, "\n".join(notes), names=False)

@@ -145,7 +145,7 @@ def test_one_rank_needs_no_wrapper(tmp_path, capsys, quick_probe):
     assert run_command(profiling_run.main, [*options, "--results", str(tmp_path / "results")]) == 0
     out = capsys.readouterr().out
     assert "softmax" in out
-    assert "communication behind" not in out
+    assert "Overlap of communication" not in out
     (record,) = read_records(tmp_path / "results" / "profiling.jsonl")
     assert record.config["wrapper"] == "none"
     assert "overlap" not in record.metrics
