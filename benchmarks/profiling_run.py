@@ -43,6 +43,7 @@ from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.report import write_report
+from cs336_systems.profiling.trace import trace_name
 from cs336_systems.train.timers import Timers, timer_line
 from cs336_systems.zero import WRAPPERS
 
@@ -78,9 +79,7 @@ class ProfilingSettings(ModelOptions):
         if self.nvtx and (self.device == "cpu" or not torch.cuda.device_count()):
             raise UserError("--nvtx makes ranges for nsys, which follows a GPU; without one, drop it")
         if self.compile and wrapper != "none":
-            raise UserError(
-                f"--compile cannot be combined with --wrapper {wrapper}; profile one rank with --wrapper none"
-            )
+            raise UserError(f"--compile cannot be combined with --wrapper {wrapper}; profile one rank, --wrapper none")
         return wrapper
 
     def folder(self, ranks: int) -> Path:
@@ -178,6 +177,9 @@ def main(**options: Any) -> None:
     with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0:
+        if earlier := {path.name for path in folder.glob("rank*.trace.json*")} - {*map(trace_name, range(ranks))}:
+            found = f"{folder} holds {min(earlier)}, which a profile of {ranks} rank{'s' * (ranks > 1)} leaves as it is"
+            raise UserError(f"{found}; remove the earlier traces, or name another folder with --out DIR")
         settings.recorder("profiling", device)
     start_ranks(work, settings.device, settings.nproc, settings)
 

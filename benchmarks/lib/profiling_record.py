@@ -33,20 +33,18 @@ from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace, uncollected
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-AFTER_BACKWARD = ("naive", "flat")  # wrappers that hide nothing
 UNBUCKETED = ("naive", "overlapped")  # wrappers without a buffer of more than one gradient
 ZERO_BUCKET = 25 * 10**6  # bytes of a bucket in stages 1 and 2
 BUCKET_SIZE_MB = 1.0  # of the bucketed wrapper
 USUAL = {"warmup": 2, "steps": 2, "nvtx": False}  # options that a record names where they differ
 PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
 TABLES = "tables.json"
-FOLDER = "profiling"
 LONGEST = 12  # operators of a phase by total time, and as many by self time
 
 
 def step_times(trace: Trace) -> list[float]:
     """Milliseconds of each profiled step."""
-    return [step.duration / 1e6 for step in trace.named(r"step \d+$")]
+    return [step.duration / 1e6 for step in timeline(trace).steps if step.name.startswith("step ")]
 
 
 def measured(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def predicted(
     gathers = sum(link.seconds(e.nbytes, ranks, e.verb) for e in events if e.verb == "all-gather")
     result["communication_ms"] = 1e3 * (sum(times) + gathers)
     if wrapper != "zero3":
-        hides = wrapper not in AFTER_BACKWARD
+        hides = wrapper not in ("naive", "flat")  # which reduce after backward
         exposed = exposed_seconds([e.nbytes for e in reductions], times, sum(backward.values()), hides) + gathers
         result |= {"exposed_ms": 1e3 * exposed, "mean_ms": mean_ms + 1e3 * exposed}
     return result
@@ -141,16 +139,16 @@ def beside_measured(record: Record) -> Table:
     rows = []
     for name, value in record.predicted.items():
         found = record.metrics.get(name)
-        found = max(found) if isinstance(found, list) else found
-        rows.append([name.removesuffix("_ms").replace("_", " "), *(_shown(name, each) for each in (found, value))])
-    return Table("predicted before the profile, which itself takes time", ("", "measured", "predicted"), rows)
+        figures = max(found) if isinstance(found, list) else found, value
+        words = name.removesuffix("_ms").removesuffix("_bytes").replace("_", " ").replace("mean", "whole step")
+        rows.append([words, *(_shown(name, each) for each in figures)])
+    note = "The profiler slows the step down. Of ranks that differ the largest is shown; communication includes waits."
+    return Table("Measured, and predicted before", ("of a step", "measured", "predicted"), rows, note)
 
 
 def _shown(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("_ms"):
-        return format_seconds(value / 1e3)
+    if value is None or name.endswith("_ms"):
+        return "-" if value is None else format_seconds(value / 1e3)
     return format_bytes(value) if name.endswith("_bytes") else f"{value:.1%}"
 
 
@@ -161,7 +159,7 @@ def folder_name(config: Mapping[str, Any]) -> str:
     later profile of that name replaces an earlier one, and `tables_beside` tells.
     """
     naive = ["naive"] if config["attention"] == "naive" else []
-    return "/".join([FOLDER, "-".join([config["size"], config["wrapper"], *naive])])
+    return f"profiling/{'-'.join([config['size'], config['wrapper'], *naive])}"
 
 
 @uncollected()

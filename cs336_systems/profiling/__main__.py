@@ -6,16 +6,22 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
-from rich.table import Table
 
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
+from cs336_systems.host.table import Table
 from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.report import MERGED, missing_ranks, write_report
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files, uncollected, write_json
+
+CLOCKS = (
+    "rank: rank text; host: host text; ahead by: clock_offset_ns ms or -; to within: clock_bound_ns ms or -;"
+    "known from: clock_source text"
+)
 
 
 @click.group(no_args_is_help=False)
@@ -39,13 +45,9 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         raise UserError(f"{out} is one of the traces that are merged; name another file with --out")
     with console.os_errors(f"write {out}", "name another file with --out"):
         write_json(merged, out)
-    clocks = Table("rank", "host", "clock ahead", "give or take", "known from")
-    for rank, about in merged["ranks"].items():
-        times = about["clock_offset_ns"], about["clock_bound_ns"]
-        ahead, bound = ("?" if time is None else f"{time / 1e6:.3f} ms" for time in times)
-        clocks.add_row(rank, about["host"], ahead, bound, about["clock_source"])
     screen = console.console()
-    screen.print(clocks)
+    ranks = [SimpleNamespace(**about | {"rank": rank}) for rank, about in merged["ranks"].items()]
+    screen.print(Table.of("Clocks against the lowest rank's, in ms", ranks, CLOCKS, names=False).table())
     if note := missing_ranks(traces):
         screen.print(note)
     phases = Counter(event["ph"] for event in merged["traceEvents"])

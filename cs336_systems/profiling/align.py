@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from cs336_systems.profiling.collectives import CONVERSION
+from cs336_systems.profiling.collectives import CONVERSION, transfers
 from cs336_systems.profiling.intervals import Interval
-from cs336_systems.profiling.names import COMMUNICATION, LINE_UP, parse_collective
-from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
+from cs336_systems.profiling.names import LINE_UP, parse_collective
+from cs336_systems.profiling.trace import Span, Trace, once
 
 # No rank leaves these before all have entered. Not so a broadcast, or an all-to-all where two send each other nothing.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
@@ -57,12 +57,10 @@ def _annotated(traces: list[Trace]) -> Iterable[Matched]:
     found: dict[tuple[str, str], Matched] = {}
     for trace in traces:
         ranks = {name: members for name, members in _groups(trace) if name}
-        blocking = not any(span.category == "kernel" and KERNEL.search(span.name) for span in trace.spans)
+        blocking = not any(span.category == "kernel" for span in transfers(trace))
         # The call of torch.distributed; an empty tensor is not sent.
         sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
-        for span in trace.annotated:
-            if (about := parse_collective(span.name)) is None:
-                continue
+        for about, span in trace.collectives:
             key = about.key, ranks.get(about.group, "")  # halves of a split may share a name
             matched = found.setdefault(key, Matched(about.key, {}, joins=True))
             if about.action == "launch":
@@ -91,7 +89,7 @@ def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
     found: dict[tuple[str, str, str, str], dict[int, list[Span]]] = {}
     for trace in traces:
         groups = _groups(trace)
-        for span in _backend_spans(trace):
+        for span in (span for span in transfers(trace) if not POINT_TO_POINT.search(span.name)):
             if name := span.args.get("Process Group Name"):
                 group = f"{name} {span.args.get('Process Group Ranks', '')}"  # halves of a split may share a name
             elif len(groups) > 1:
@@ -107,16 +105,6 @@ def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
             spans = {rank: each[k] for rank, each in by_rank.items()}
             sure = len(counts) == 1 and JOINING.search(name) and all(map(_filled, spans.values()))
             yield Matched(" ".join(f"{name.split('(')[0]} {shape} {kind} #{k}".split()), spans, joins=bool(sure))
-
-
-def _backend_spans(trace: Trace) -> list[Span]:
-    """A backend's own spans: gloo's on its threads, NCCL's kernels, or what the profiler draws over those."""
-    kernels = [span for span in trace.spans if span.category == "kernel" and KERNEL.search(span.name)]
-    over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
-    # On the CPU a span of NCCL's says only when the kernel was enqueued.
-    host = [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
-    found = [span for span in (*(kernels or over), *host) if not POINT_TO_POINT.search(span.name)]
-    return sorted(found, key=lambda span: span.start)
 
 
 class Alignment(NamedTuple):

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.profiling.names import Modules, kind_of, kinds_of, without_layer_numbers
@@ -25,11 +24,13 @@ CONVOLUTION = "convolutions"
 SOFTMAX, SCORES, VALUES = "softmax of attention", "scores q k^T", "weights times v"
 PRODUCTS, PROJECTIONS, REST = "both products", "projections", "the rest"
 SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", *SOFTMAX_FLOPS)
-MATMULS = (*FACTORS, "aten::mv", "aten::addmv", "aten::dot")  # the last have one row or column
-CONVOLUTIONS = re.compile(r"^aten::(\w*_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)\w*")
 FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
-LOSSES = re.compile(rf"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$")
-FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
+LABELS = {  # of operators, by the beginning of their names
+    MATMUL: re.compile(rf"({'|'.join(FACTORS)}|aten::mv|aten::addmv|aten::dot)$"),
+    CONVOLUTION: re.compile(r"aten::(\w*_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)"),
+    FUSED_ATTENTION: re.compile(rf"{FUSED.pattern}|FlashAttention2(Backward)?$"),  # the latter is the stand-in in torch
+    LOSS: re.compile(rf"(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$"),
+}
 NO_SOFTMAX = (
     "Attention is fused here: its softmax and its products are one operator, so the softmax has no time of its own; "
     "profile with --attention naive to see it."
@@ -72,31 +73,16 @@ class ModuleRow(Row):
     inclusive: Row = field(default_factory=lambda: Row(""))
 
 
-@once
-def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
-    """One operator for all that the breakdown treats alike, and the nanoseconds of all."""
-    found, labels = dict[tuple[Any, ...], tuple[Node, int]](), _labels(trace)
-    for node in timeline(trace).busy:
-        about = node.phase, node.direction, node.modules, node.collective, labels[node][0]
-        one, time = found.get(about, (node, 0))
-        found[about] = one, time + node.time
-    return found.values()
-
-
-def _column(node: Node) -> str:
-    """Column that an operator's time counts for: forward, recomputed, backward or other."""
-    phase = "backward" if node.direction == "backward" else node.phase
-    return "recomputed" if node.recomputed else phase if phase in ("forward", "backward") else "other"
-
-
-def _group(
-    trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str] = _column
-) -> dict[str, Row]:
-    """Time of all operators by the names that each counts for, with shares of the whole step."""
+def _group(trace: Trace, names: Callable[[Node], Iterable[str]], by_phase: bool = False) -> dict[str, Row]:
+    """Time of all operators by the names that each counts for, with shares of the whole step. Columns are the
+    passes of the modules or, `by_phase`, the phases of the step, where what backward recomputes is backward."""
     rows, whole = dict[str, Row](), Row("")
-    for node, time in _alike(trace):
+    for node in timeline(trace).busy:
+        column = "backward" if node.direction == "backward" and not by_phase else node.phase
+        column = column if column in ("forward", "backward") else "other"
+        column = "recomputed" if node.recomputed and not by_phase else column
         for row in (whole, *(rows.setdefault(name, Row(name)) for name in names(node))):
-            row.add(column(node), time)
+            row.add(column, node.time)
     for row in rows.values():
         row.share, row.of_forward = share(row.total, whole.total), share(row.forward, whole.forward)
     return rows
@@ -143,9 +129,7 @@ def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
 
 @lru_cache(maxsize=100_000)
 def _label_of(name: str) -> str:
-    fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
-    label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
-    return CONVOLUTION if CONVOLUTIONS.match(name) else label
+    return next((label for label, pattern in LABELS.items() if pattern.match(name)), "")
 
 
 @once
@@ -155,9 +139,8 @@ def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
     for node in timeline(trace).busy:
         name = node.span.name
         label, operator = found[node.outer]
-        if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
-            label = _label_of(name)
-            label, operator = COLLECTIVES if node.collective else label, name
+        if not label or (label == LOSS and _label_of(name) == MATMUL):  # a fused loss makes the head's products, too
+            label, operator = COLLECTIVES if node.collective else _label_of(name), name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX
         found[node] = label, operator
@@ -176,7 +159,7 @@ def share_rows(trace: Trace) -> list[Row]:
         label = labels[node][0]
         return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
-    rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
+    rows = _group(trace, names, by_phase=True)
     order = (MATMUL, CONVOLUTION, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)
     found = [rows.get(name, Row(name)) for name in order]
     return [row for row in found if row.total or row.name not in (CONVOLUTION, FUSED_ATTENTION, COLLECTIVES)]

@@ -24,7 +24,7 @@ from typing import Any
 
 from cs336_systems.profiling.fields import shapes_of, types_of
 from cs336_systems.profiling.intervals import FOREVER
-from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
+from cs336_systems.profiling.names import COMMUNICATION, Collective
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to be up to 15 us off the clock.
@@ -159,15 +159,23 @@ class Flight:
 
 
 @once
+def transfers(trace: Trace) -> list[Span]:
+    """A backend's own spans: gloo's on its threads, NCCL's kernels, or what the profiler draws over those."""
+    kernels = [span for span in trace.spans if span.category == "kernel" and KERNEL.search(span.name)]
+    over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
+    # On the CPU a span of NCCL's says only when the kernel was enqueued.
+    host = [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
+    return sorted([*(kernels or over), *host], key=lambda span: span.start)
+
+
+@once
 def flights(trace: Trace) -> list[Flight]:
     """A rank's collectives in order of launch. Without our annotations nothing has a label."""
-    ours = [(found, span) for span in trace.annotated if (found := parse_collective(span.name))]
-    launches = [(about, span) for about, span in ours if about.action == "launch"]
-    waits = {about.key: span for about, span in ours if about.action == "wait"}  # may be interrupted; the last counts
+    launches = [(about, span) for about, span in trace.collectives if about.action == "launch"]
+    # A wait may be interrupted; the last counts.
+    waits = {about.key: span for about, span in trace.collectives if about.action == "wait"}
     owners = _owners(trace, launches, waits)
-    named = {"kernel": KERNEL, "user_annotation": GLOO}
-    transfers = (span for span in trace.spans if span.category in named and named[span.category].search(span.name))
-    owned = grouped(transfers, lambda span: owners.get(id(span)))
+    owned = grouped(transfers(trace), lambda span: owners.get(id(span)))
     result = [Flight(_verb(span), "", "", None, None, (span,)) for span in owned.get(None, [])]
     for i, (about, span) in enumerate(launches):
         number, mine = f"{about.group}#{about.number}", tuple(owned.get(i, []))

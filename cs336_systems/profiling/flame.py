@@ -8,8 +8,7 @@ dropped, and their own time goes to the frame around them: time is moved between
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from cs336_systems.profiling.names import (
 )
 from cs336_systems.profiling.nesting import Node, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, Sort, phase_at, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Trace, once
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Span, Trace, once
 
 DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -38,44 +37,29 @@ FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
 
 @dataclass
 class Frame:
-    """A frame: everything that ran under one stack of names."""
+    """A frame: everything that ran under one stack of names. Times are nanoseconds, summed over all steps."""
 
     name: str
-    alias: str = ""  # the name that all blocks share, if it has one
     paint: str = "other"  # its part: also forward, backward, optimizer, communication, python
     is_operator: bool = False
-    depth: int = 0
-    self_time: int = 0  # nanoseconds, summed over all steps of the trace
-    total: int = 0  # the same of this frame and all inside it
-    launched: Counter[str] = field(default_factory=Counter)  # nanoseconds of kernels, by name
+    depth: int = 0  # frames above it
+    left: int = 0  # in a picture, the time of all that is drawn left of it
+    self_time: int = 0
+    total: int = 0  # of this frame and all inside it
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
-    def child(self, name: str, paint: str, is_operator: bool = False, alias: str = "") -> "Frame":
+    def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
         """The frame of that name directly inside this one, made if it is new; or this one, if it is DEEPEST."""
         if self.depth == DEEPEST:
             return self
         if (found := self.children.get(name)) is None:
-            found = self.children[name] = Frame(name, alias or name, paint, is_operator, self.depth + 1)
+            found = self.children[name] = Frame(name, paint, is_operator, self.depth + 1)
         return found
 
-    def add_blocks(self, shown: "Frame") -> "Frame":
-        """Add the time of this frame and of all inside it to another tree, which sums over blocks."""
-        shown.self_time += self.self_time
-        shown.launched.update(self.launched)
-        for child in self.children.values():
-            child.add_blocks(shown.child(child.alias, child.paint, child.is_operator))
-        return shown
-
-    def on_device(self) -> "Frame":
-        """Copy with the kernels' time instead: kernels are leaves, and frames that launched none are left out."""
-        shown = Frame(self.name, self.alias, self.paint, self.is_operator, self.depth)
-        for child in self.children.values():
-            if (inside := child.on_device()).children or inside.self_time:
-                shown.children[child.name] = inside
-        for name, duration in self.launched.items():
-            paint = "communication" if KERNEL.search(name) else self.paint
-            shown.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
-        return shown
+    def launch(self, kernel: Span) -> None:
+        """Add the time of a kernel, as a frame below this one."""
+        paint = "communication" if KERNEL.search(kernel.name) else self.paint
+        self.child(" ".join(kernel.name.split()), paint, is_operator=True).self_time += kernel.duration
 
     def stacks(self) -> Iterator[list["Frame"]]:
         """Every frame, as the stack from this one down to it; parents before children."""
@@ -88,6 +72,7 @@ class Frame:
 Place = tuple[Frame, Frame | None]  # of a span: its frame, and inside autograd's engine the frame around that
 
 
+@once
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Frame]:
     """One tree per thread, whose root has its name: the main thread first, then autograd's (on a GPU), gloo's, others.
 
@@ -95,19 +80,8 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     that it launched, which are leaves below their operator; those of two streams may overlap. Equal stacks of all steps
     are added up, with `collapse_blocks` also those of blocks.0, blocks.1, ... as blocks.*.
     """
-    found = _trees(trace)
-    found = [root.add_blocks(Frame(root.name)) for root in found] if collapse_blocks else found
-    found = [root.on_device() for root in found] if clock == "device" else found[:-1]
-    for frame in (stack[-1] for root in found for stack in reversed([*root.stacks()])):  # children before parents
-        frame.total = frame.self_time + sum(child.total for child in frame.children.values())
-    return [root for root in found if root.total]
-
-
-@once
-def _trees(trace: Trace) -> list[Frame]:
-    """The roots of all threads; the last is for kernels that no frame launched."""
     roots = {lane: Frame(name) for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
-    steps = timeline(trace).steps
+    steps, short = timeline(trace).steps, without_layer_numbers if collapse_blocks else str
     tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roots)
     places: dict[Node, Place] = {}
     for lane, root in roots.items():
@@ -115,16 +89,24 @@ def _trees(trace: Trace) -> list[Frame]:
             parent = places[node.parent] if node.parent else (root, None)
             outside = steps and root.name == MAIN and phase_at(steps, node.span.start) == "other"
             left_out = node.span.category == FRAME and (outside or _is_foreign(node.span.name, tagged))
-            places[node] = place = parent if left_out else _place(node, parent)
-            place[0].self_time += node.duration
-            if node.parent:
-                parent[0].self_time -= node.duration
+            places[node] = place = parent if left_out else _place(node, parent, short)
+            if clock == "cpu":
+                place[0].self_time += node.duration
+                parent[0].self_time -= node.duration if node.parent else 0
+    found = [*roots.values(), Frame("kernels of no known operator")]
+    if clock == "device":
+        unknown = {node: (found[-1], None) for node in timeline(trace).busy if node.span.category in DEVICE}
+        for node, (frame, _) in (places | unknown).items():
             for kernel in node.kernels:
-                place[0].launched[kernel.name] += kernel.duration
-    unknown = Frame("kernels of no known operator")
-    for kernel in (kernel for node in timeline(trace).busy if node.span.category in DEVICE for kernel in node.kernels):
-        unknown.launched[kernel.name] += kernel.duration
-    return [*roots.values(), unknown]
+                frame.launch(kernel)
+    frames = [stack[-1] for root in found for stack in root.stacks()]
+    for frame in reversed(frames):  # children before parents
+        frame.total = frame.self_time + sum(child.total for child in frame.children.values())
+    for frame in frames:
+        left = frame.left
+        for child in frame.children.values():
+            child.left, left = left, left + child.total
+    return [root for root in found if root.total]
 
 
 def _is_foreign(name: str, tagged: bool) -> bool:
@@ -136,43 +118,43 @@ def _is_foreign(name: str, tagged: bool) -> bool:
     return foreign or name.startswith("<") or "cs336_systems/profiling/" in name
 
 
-def _place(node: Node, parent: Place) -> Place:
-    """Place of a span, given that of the span around it, or of a root: usually below that."""
+def _place(node: Node, parent: Place, short: Callable[[str], str]) -> Place:
+    """Place of a span, given that of the span around it, or of a root: usually below that. `short` shortens names."""
     span, up, (frame, base) = node.span, node.parent, parent
     if up and up.span.name == ENGINE + span.name:
         return parent
     paint = _paint(node, parent)
     if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
         engine, name = base or frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-        return _descend(engine, node.modules).child(name, "backward", is_operator=True), engine
+        return _descend(engine, node.modules, short).child(name, "backward", is_operator=True), engine
     if tag := node.tag:
         if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-            return _descend(base, node.modules).child("recompute", "forward"), base
+            return _descend(base, node.modules, short).child("recompute", "forward"), base
         outer = up.modules[-1][0] if up and up.modules else ""
-        return _descend(frame, (tag,), paint, outer), base
-    found = parse_collective(name := _short(span.name))
-    name = found.title if found else "step" if step_number(name) is not None else name
-    alias = without_layer_numbers(name) if found else ""
-    return frame.child(name, paint, span.category == "cpu_op", alias), base
+        return _descend(frame, (tag,), short, paint, outer), base
+    found = parse_collective(name := _plain(span.name))
+    name = short(found.title) if found else "step" if step_number(name) is not None else name
+    return frame.child(name, paint, span.category == "cpu_op"), base
 
 
-def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
+def _descend(
+    frame: Frame, modules: Modules, short: Callable[[str], str], paint: str = "backward", outer: str = ""
+) -> Frame:
     """The frame of the last of some modules, below that of the `outer` one. A module's name is relative to the one
     around it, with its class if that helps."""
     for path, kind in modules:
-        alias = _module_name(without_layer_numbers(path), without_layer_numbers(outer), kind)
-        frame, outer = frame.child(_module_name(path, outer, kind), paint, alias=alias), path
+        frame, outer = frame.child(_module_name(short(path), short(outer), kind), paint), path
     return frame
 
 
 @lru_cache(maxsize=100_000)
 def _module_name(path: str, outer: str, kind: str) -> str:
-    short = path.removeprefix(f"{outer}.")
-    return f"{short} ({kind})" if short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short) else short
+    name = path.removeprefix(f"{outer}.")
+    return f"{name} ({kind})" if name in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", name) else name
 
 
 @lru_cache(maxsize=100_000)
-def _short(name: str) -> str:
+def _plain(name: str) -> str:
     """Shorten a name: without addresses and its file's folders."""
     return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
 

@@ -204,8 +204,7 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
         phase = origin.phase if origin is not None else "other"
         phase = phase_at(memory.phases, memory.times[block.first]) if phase == "other" else phase
         phase = "before profiling" if not block.first else "between phases" if phase == "other" else phase
-        about = (_module(origin), _operator(origin), _frame(origin)) if origin is not None else ("", "", "")
-        counts[block.category, phase, *about, block.nbytes] += 1
+        counts[block.category, phase, *(_origin(origin) if origin else ("", "", "")), block.nbytes] += 1
     found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())
     return sorted(found, key=lambda each: -each.total)
 
@@ -221,33 +220,27 @@ def filling_peak(memory: MemoryTimeline, count: int = 10) -> list[Source]:
     return sources(memory, (block for block in memory.blocks if block.alive(memory.peak_index)))[:count]
 
 
-def _module(origin: Node) -> str:
-    name = without_layer_numbers(origin.modules[-1][0]) if origin.modules else ""
-    if origin.direction == "backward":
-        return f"backward of {name}" if name else ""
-    return f"{name}, recomputed" if origin.recomputed else name
-
-
-def _operator(origin: Node) -> str:
-    """The innermost operator around an allocation that does more than allocate, or else the annotation."""
-    fallback = ""
-    for node in origin.outwards():
-        name, category = node.span.name, node.span.category
-        if category == "cpu_op":
-            if not BARE.match(name):
-                return name.removeprefix(ENGINE)
-            fallback = fallback or name
-        elif category == "user_annotation" and name not in PHASES and not parse_tag(name):
+def _origin(node: Node) -> tuple[str, str, str]:
+    """The module, operator and Python frame of an allocation, given the innermost span around it: the innermost
+    operator that does more than allocate, or else the annotation, and the innermost frame of the user's code."""
+    module = without_layer_numbers(node.modules[-1][0]) if node.modules else ""
+    if module and node.direction == "backward":
+        module = f"backward of {module}"
+    operator, bare, frame = "", "", ""
+    for each in node.outwards():
+        name, category = each.span.name, each.span.category
+        if category == FRAME and FRAME_LINE.search(name) and not FOREIGN.match(name):
+            frame = frame or "/".join(name.split("/")[-2:])
+        elif operator or category not in ("cpu_op", "user_annotation") or name in PHASES or parse_tag(name):
+            continue
+        elif BARE.match(name):
+            bare = bare or name
+        elif category == "cpu_op":
+            operator = name.removeprefix(ENGINE)
+        else:
             found = parse_collective(name)
-            return fallback or (found.title if found else name)
-    return fallback
-
-
-def _frame(origin: Node) -> str:
-    """`model.py(12): forward`, the innermost frame that is neither torch's nor Python's own."""
-    names = (node.span.name for node in origin.outwards() if node.span.category == FRAME)
-    mine = next((name for name in names if FRAME_LINE.search(name) and not FOREIGN.match(name)), "")
-    return "/".join(mine.split("/")[-2:])
+            operator = bare or (found.title if found else name)
+    return f"{module}, recomputed" if node.recomputed else module, operator or bare, frame
 
 
 def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
@@ -270,7 +263,7 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     peaks = memory.phase_peaks()
     cells = [
         [name, f"{totals[i]:,}", format_bytes(totals[i]), *map(format_bytes, memory.amounts[i])]
-        for name, i in (peaks | {"**whole profile**": memory.peak_index}).items()
+        for name, i in (peaks | {"whole profile": memory.peak_index}).items()
     ]
     heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
     tables = [Table("The peak of each phase, by category", heads, cells)]

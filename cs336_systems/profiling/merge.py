@@ -6,7 +6,7 @@ rank's entry into a collective to the end of each other rank's wait. As they lea
 all-reduce never point back in time if clocks are right. (In a broadcast ranks wait only for the source.)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,10 +17,9 @@ from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, innermost, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Place, Span, Trace
+from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Place, Span, Trace, grouped
 
 SECOND = 10**9
-NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
 
@@ -40,11 +39,10 @@ Arrow = tuple[str, str, End, list[End]]  # its category, name, source and target
 
 def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
     """Events that name a rank's processes and threads, and for each of its lanes the tracks that hold its spans."""
-    groups: dict[Any, dict[Lane, list[Span]]] = {}
+    lanes = grouped(trace.spans, lambda span: span.lane)
     kinds: dict[Any, int] = {}  # 0 for a process of Python, 1 for a GPU, 2 for the profiler's own
-    for span in trace.spans:
-        old, kind = span.lane[0], 0 if span.category in HOST else 1 if span.category in ON_GPU else 2
-        groups.setdefault(old, {}).setdefault(span.lane, []).append(span)
+    for (old, _), spans in lanes.items():
+        kind = min(0 if span.category in HOST else 1 if span.category in ON_GPU else 2 for span in spans)
         kinds[old] = min(kind, kinds.get(old, kind))
     named, tracks = list[Event](), dict[Lane, list[Track]]()
 
@@ -52,33 +50,28 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
         for key, value in (("name", name), ("sort_index", order)):
             named.append({"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": {key: value}})
 
-    def from_the_top(lane: Lane) -> tuple[int, int, str]:
-        return places.get(lane, len(places)), lane_number(lane), str(lane)
-
     places = {lane: place for place, lane in enumerate(roles(trace))}
-    processes = sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9)))
+    from_the_top = sorted(lanes, key=lambda lane: (places.get(lane, len(places)), lane_number(lane), str(lane)))
+    processes = sorted(kinds, key=lambda old: (kinds[old], str(old).zfill(9)))
     for pid, old in enumerate(processes, trace.rank * PER_RANK + 1):
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
         name("process", pid, 0, f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kinds[old]], pid)
         tids = count(pid * PER_RANK)
-        for order, lane in enumerate(sorted(groups[old], key=from_the_top)):
-            tracks[lane], lane_name = [], _lane_name(trace, lane, groups[old][lane], kinds[old] == 1)
-            for number, nodes in enumerate(untangle(groups[old][lane], nested(trace).get(lane))):
+        for order, lane in enumerate(lane for lane in from_the_top if lane[0] == old):
+            tracks[lane], lane_name = [], _lane_name(trace, lane, lanes[lane], kinds[old] == 1)
+            for number, nodes in enumerate(untangle(lanes[lane], nested(trace).get(lane))):
                 tracks[lane].append(Track(pid, next(tids), nodes))
                 name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
     return named, tracks
 
 
-def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[list[Node]]:
-    """One lane's spans on a few tracks in which they nest, and the rest on further tracks in which none overlap;
-    Python frames that do not nest are left out, as in `nest`. `known` are its nodes of a CPU's spans."""
-    tracks, left = list[list[Node]](), list(spans)
-    known = known if all(span.category in HOST for span in left) else None
-    while left and len(tracks) < NESTING:
-        tracks.append(known if known and not tracks else nest(left))
-        kept = {id(node.span) for node in tracks[-1]}
-        left = [span for span in left if id(span) not in kept and span.category != FRAME]
-    return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
+def untangle(spans: Sequence[Span], known: list[Node] | None = None) -> list[list[Node]]:
+    """One lane's spans: on a first track those that nest, on further ones the rest, of which none overlap; Python
+    frames that do not nest are left out, as in `nest`. `known` are its nodes of a CPU's spans."""
+    first = known if known and all(span.category in HOST for span in spans) else nest(spans)
+    kept = {id(node.span) for node in first}
+    rest = pack(span for span in spans if id(span) not in kept and span.category != FRAME)
+    return [first, *([Node(span, span.end) for span in track] for track in rest)]
 
 
 def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str:
@@ -104,8 +97,7 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         if one.world_size != other.world_size:
             sizes = f"rank {one.rank} was one of {one.world_size} ranks and rank {other.rank} one of {other.world_size}"
             raise UserError(f"{sizes}: these traces are not of one run")
-    known = offsets(traces)
-    traces = aligned(traces)
+    clocks, traces = offsets(traces), aligned(traces)
     # A whole second before the first event, so that times in microseconds are small enough to be exact to 1 ns.
     starts = [span.start for trace in traces for span in trace.spans[:1]]  # in order
     starts += [each.time for trace in traces for each in trace.allocations[:1]]
@@ -132,15 +124,15 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base,
-        "ranks": {str(trace.rank): _about(trace, known[trace.rank]) for trace in traces},
+        "ranks": {str(trace.rank): _about(trace, clocks[trace.rank]) for trace in traces},
         "traceEvents": events if lazily else [*events],
     }
 
 
-def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
-    clock = {f"clock_{name}": value for name, value in zip(("offset_ns", "bound_ns", "source"), alignment, strict=True)}
-    ours = {key: value for key, value in trace.ours.items() if key not in ("held", "marks") and "clock" not in key}
-    return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
+def _about(trace: Trace, clock: Alignment) -> dict[str, Any]:
+    about = {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})}
+    about |= {"clock_offset_ns": clock.nanoseconds, "clock_bound_ns": clock.bound, "clock_source": clock.source}
+    return about | {key: it for key, it in trace.ours.items() if key not in ("held", "marks") and "clock" not in key}
 
 
 def _event(ts: float, phase: str, what: Any, track: Track) -> Event:

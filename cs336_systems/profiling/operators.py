@@ -11,8 +11,7 @@ computes the scores again (FlashAttention, arXiv:2205.14135, algorithm 4).
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -123,7 +122,13 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     rows, products = dict[str, OpRow](), set[Node | None]()  # products of matrices and what is inside them
 
     def name_of(node: Node) -> str | None:
-        return _row_of(node.span.name, node.span.category) if phase is None or node.phase == phase else None
+        name = node.span.name
+        if phase not in (None, node.phase):
+            return None
+        if node.span.category != "user_annotation":
+            return name
+        collective = parse_collective(name)
+        return f"{collective.action} {collective.verb}" if collective else OUTSIDE if is_division(name) else name
 
     for node, name, first in outermost(timeline(trace).busy, name_of):
         up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
@@ -153,15 +158,6 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     return list(rows.values())
 
 
-@lru_cache(maxsize=100_000)
-def _row_of(name: str, category: str) -> str:
-    if category != "user_annotation":
-        return name
-    if collective := parse_collective(name):
-        return f"{collective.action} {collective.verb}"
-    return OUTSIDE if is_division(name) else name
-
-
 def share(part: int, whole: int) -> float:
     """part / whole; 0 / 0 is 0."""
     return part / whole if whole else 0.0
@@ -180,12 +176,9 @@ def device_rows(trace: Trace) -> list[DeviceRow]:
 
 def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     """Everything that ran on a GPU, by its own name, even if no operator launched it; the longest first."""
-    spans = [span for span in trace.spans if span.category in DEVICE]
-    rows = _time_rows((span.name, "device", span.duration) for span in spans)
+    rows = _time_rows((span.name, "device", span.duration) for span in trace.spans if span.category in DEVICE)
     whole = sum(row.total for row in rows)
-    for row in rows:
-        row.share = share(row.total, whole)
-    return rows[:limit]
+    return [replace(row, share=share(row.total, whole)) for row in rows[:limit]]
 
 
 def collective_rows(trace: Trace) -> list[TimeRow]:

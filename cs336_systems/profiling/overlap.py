@@ -20,7 +20,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import COMMUNICATION, parse_collective
+from cs336_systems.profiling.names import COMMUNICATION
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
@@ -93,7 +93,7 @@ def activity(trace: Trace) -> Activity:
 
 def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     """The outermost operators that compute, cut where their thread waits or launches."""
-    pauses, result = grouped(waits_of(trace, "launch"), lambda span: span.lane), list[Span]()
+    pauses, result = grouped((span for _, span in trace.collectives), lambda span: span.lane), list[Span]()
     for lane, spans in trace.lanes("cpu_op").items():
         done, cuts = 0, _times(pauses.get(lane, ()))
         for span in spans if lane not in apart else ():
@@ -107,9 +107,9 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     return result
 
 
-def waits_of(trace: Trace, *launches: str) -> list[Span]:
+def waits_of(trace: Trace) -> list[Span]:
     """Our annotations of waits, on any thread."""
-    return [s for s in trace.annotated if (found := parse_collective(s.name)) and found.action in ("wait", *launches)]
+    return [span for about, span in trace.collectives if about.action == "wait"]
 
 
 def overlap(trace: Trace, last: Mapping[int, int] | None = None) -> Overlap:
@@ -165,12 +165,12 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
     found, steps = overlaps(traces), timeline(traces[0]).step_count
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
-        f"{sums} ms. overlap = overlapped / communication; waited = until the last rank joined; blocked = time of a "
-        "CPU thread inside our wait."
+        f"{sums} ms. communication = overlapped (while the rank computes) + exposed = waited (until the last rank "
+        "joined) + transferred; overlap = overlapped / communication; blocked = time of a CPU thread inside our wait."
     ]
     if any(each.posted for each in found):
         notes.append(
             "Sends and receives count from posting to the end of their wait, so communication, overlapped and exposed "
             "are upper bounds; blocked is a lower bound of their cost."
         )
-    return Table.of("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)
+    return Table.of("Overlap of communication with computation, in ms", found, COLUMNS, "\n".join(notes), names=False)

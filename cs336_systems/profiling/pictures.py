@@ -5,7 +5,7 @@ Text is not converted to paths, and the same numbers give the same bytes.
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -122,17 +122,17 @@ def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = 
     boxes, tops, paints, end = list[Box](), list[int](), set[str](), 0
     for root in threads:
         tops.append(end)
-        for frame, left, row in _layout(root):
+        for frame in (stack[-1] for stack in root.stacks()):
             if frame.total / max(totals) * WIDTH < 0.5:
                 continue
             paints.add(frame.paint)
             fill = PALE.get(frame.paint, "#DEDEDE") if frame.is_operator else FLAME_FILLS[frame.paint]
             name, share = frame.name, frame.total / whole
-            begin, width, own = (time / steps / 1e6 for time in (left, frame.total, frame.self_time))
+            begin, width, own = (time / steps / 1e6 for time in (frame.left, frame.total, frame.self_time))
             tip = f"{name}\n{width:.4g} ms, {share:.2%} of {what}; {own:.4g} ms itself"
             labels = (f"{name} {width:.4g} ms ({share:.1%})", name, EXTRAS.sub("", name))
-            boxes.append(Box(begin, width, tops[-1] + row, fill, tip, labels, "white"))
-            end = max(end, tops[-1] + row + 1)
+            boxes.append(Box(begin, width, tops[-1] + frame.depth, fill, tip, labels, "white"))
+            end = max(end, tops[-1] + frame.depth + 1)
         end += 1
     figure = page(130 + ROW * end)
     axes = figure.subplots()
@@ -147,17 +147,6 @@ def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = 
     legend.append(Patch(color="#DEDEDE", label="pale: operators"))
     figure.legend(handles=legend, title=title, loc="outside upper left", alignment="left", ncols=len(legend))
     return figure
-
-
-def _layout(root: Frame) -> Iterator[tuple[Frame, int, int]]:
-    """Every frame with its place, in nanoseconds from the left and rows from the top; the root first."""
-    todo = [(root, 0, 0)]
-    while todo:
-        yield (place := todo.pop())
-        frame, left, row = place
-        for child in frame.children.values():
-            todo.append((child, left, row + 1))
-            left += child.total
 
 
 def write_memory_picture(trace: Trace, path: Path) -> list[Path]:

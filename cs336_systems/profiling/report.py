@@ -74,7 +74,7 @@ def missing_ranks(traces: list[Trace]) -> str:
 
 def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
     """One HTML page with the pictures, and the tables as a terminal shows them; it needs only its folder."""
-    described = [str(traces[0].ours[key]) for key in ("size", "wrapper", "device") if key in traces[0].ours]
+    described = [it for key in ("size", "wrapper", "device") if (it := str(traces[0].ours.get(key, "none"))) != "none"]
     what = ", ".join(described) or "a trace of torch.profiler"
     title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {what}"))
     note = f"<p>{missing_ranks(traces)}</p>" * bool(missing_ranks(traces))

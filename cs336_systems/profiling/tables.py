@@ -13,7 +13,7 @@ from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import collective_rows, device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import EARLIER, Trace, once
+from cs336_systems.profiling.trace import EARLIER, Trace
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
@@ -21,12 +21,15 @@ MEASURED = {"cpu": "CPU self time", "device": "the device"}
 OPERATORS_NOTE = (
     "Times in milliseconds. Self times divide up the time of the threads that compute, so they add up to 100%; the "
     "main thread's wait for autograd's thread, which runs backward on a GPU, does not count. Totals include the "
-    "operators that an operator calls, so they overlap. FLOPs are those of matrix products and fused attention. "
-    "Memory is bytes allocated less bytes freed."
+    "operators that an operator calls, so they overlap. FLOPs are those of matrix products and fused attention."
 )
+MEMORY_NOTE = "Memory is bytes allocated less bytes freed."
 COLLECTIVES_NOTE = (
     "In milliseconds. They run on threads of the communication library while others compute, so the 100% above are "
     "without them; a collective lasts from its start on this rank until all ranks have taken part."
+)
+PARTS_NOTE = (
+    "Between their parts, blocks mostly add residuals; outside modules, backward accumulates gradients and runs hooks."
 )
 MODULES_NOTE = "`own` is without the modules inside, the others are with them; `blocks.*` stands for all blocks."
 ATTENTION_NOTE = (
@@ -62,7 +65,7 @@ MODULES = (
     "share: inclusive.share %; own forward: forward ms; own backward: backward ms; own share: share %"
 )
 ATTENTION = (
-    "part of attention: name text; forward: forward ms; share of it: of_forward %; FLOPs: forward_flops count;"
+    "part of attention: name text; forward: forward ms; share of forward: of_forward %; FLOPs: forward_flops count;"
     "FLOP/s: forward_flops/forward speed; backward: backward some; FLOPs: backward_flops count;"
     "FLOP/s: backward_flops/backward speed"
 )
@@ -108,18 +111,19 @@ def render_markdown(traces: Sequence[Trace]) -> str:
     lines += [f"- {markdown_text(line)}" for line in share_lines(mine)]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
+    parts, device, *compared = _shared_tables(traces, WRITTEN)
     whole = "Operators, whole step, by"
     of = f"In milliseconds of {clock}."
     tables = [
-        Table.of("Softmax beside the products of attention", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
-        _parts_table(mine),
+        Table.of("Attention: softmax and products", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
+        parts,
         Table.of("Modules", module_rows(mine, WRITTEN), MODULES, f"{of} {MODULES_NOTE}"),
-        *_spread_tables(traces, WRITTEN),
-        Table.of(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, OPERATORS_NOTE),
+        *compared,
+        Table.of(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, f"{OPERATORS_NOTE} {MEMORY_NOTE}"),
         Table.of(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
         Table.of(f"{whole} device total", by_device, OPERATORS),
         Table.of(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
-        _devices_table(mine),
+        device,
         Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
         Table.of("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
     ]
@@ -134,7 +138,7 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     operators = Table.of(
         f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS.replace(MEMORY, ""), OPERATORS_NOTE
     )
-    for table in (operators, _parts_table(mine), _devices_table(mine), *_spread_tables(traces, limit=8)[:2]):
+    for table in (operators, *_shared_tables(traces, limit=8)[:4]):
         if table.rows:
             console.print(table.table())
     for line in share_lines(mine):
@@ -144,19 +148,7 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 def _about(traces: Sequence[Trace]) -> str:
     mine, steps = traces[0], traces[0].ours.get("steps")
     over = f"Times are sums over {steps} steps" if steps and steps > 1 else "Times are of all that was profiled"
-    return f"{over}, on rank {mine.rank} of {mine.world_size} where nothing else is said."
-
-
-def _parts_table(trace: Trace) -> Table:
-    note = f"In milliseconds of {MEASURED[timeline(trace).clock]}. Each nanosecond is in one row only."
-    return Table.of("Parts of the step", part_rows(trace), PARTS, note)
-
-
-@once
-def _devices_table(trace: Trace) -> Table:
-    earlier = sum(span.category == EARLIER for span in trace.spans)
-    left_out = f" {earlier} kernels were launched before the profile began and are in no table." if earlier else ""
-    return Table.of("Busy and idle time of the device", device_rows(trace), DEVICES, DEVICES_NOTE + left_out)
+    return f"{over}, on rank {mine.rank} of {mine.world_size} unless a table says otherwise."
 
 
 def phase_times(trace: Trace) -> Counter[str]:
@@ -168,10 +160,19 @@ def phase_times(trace: Trace) -> Counter[str]:
     return found
 
 
-def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
-    """The ranks compared, if there are several: phases, operators by self time, parts, collectives, and kernels."""
-    if len(traces) < 2:
-        return []
+def _shared_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
+    """Tables for the terminal as well as for the file: the parts of the step, the device, and, if there are several
+    ranks, these compared by phases, operators' self time, parts, collectives, and kernels."""
+    mine = traces[0]
+    note = f"In milliseconds of {MEASURED[timeline(mine).clock]}. Each nanosecond is in one row only. {PARTS_NOTE}"
+    earlier = sum(span.category == EARLIER for span in mine.spans)
+    left_out = f" {earlier} kernels were launched before the profile began and are in no table." if earlier else ""
+    tables = [
+        Table.of("Parts of the step", part_rows(mine), PARTS, note),
+        Table.of("Busy and idle time of the device", device_rows(mine), DEVICES, DEVICES_NOTE + left_out),
+    ]
+    if len(traces) == 1:
+        return tables
     clock = "device" if any(timeline(trace).clock == "device" for trace in traces) else "cpu"
 
     def of(rows: Callable[[Trace], Iterable[Any]], field: str = "total") -> dict[int, list[tuple[str, int]]]:
@@ -184,7 +185,7 @@ def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
         "Collectives over the ranks": of(collective_rows),
         "Kernels over the ranks": of(kernel_rows),
     }
-    return [
-        Table.of(title, pivot(times, limit), SPREADS, SPREAD_NOTE if title.startswith("Phases") else "")
-        for title, times in compared.items()
-    ]
+    for title, times in compared.items():
+        note = SPREAD_NOTE if title.startswith("Phases") else ""
+        tables.append(Table.of(title, pivot(times, limit), SPREADS, note))
+    return tables

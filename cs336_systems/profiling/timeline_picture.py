@@ -1,7 +1,7 @@
 """Picture of one step: every rank's computation, its communication at the same time, and its waits.
 
 A group of tracks for each rank on one axis of time, with the ranks' clocks aligned. The last track of a group shows
-the overlap: communication is green where computation hides it, and red where not.
+the overlap: communication is green while the rank also computes, and red while it does not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ FILLS = {
     "all-gather": "#a8447f",
     "reduce-scatter": "#d55e00",
     "broadcast": "#5b4a9c",
-    "hidden": "#2f9e44",
+    "overlapped": "#2f9e44",
     "exposed": "#d6263b",
 }
 JOINING = "\\\\\\\\\\"  # the hatch while another rank has not joined
@@ -44,8 +44,8 @@ def write_timeline(traces: Sequence[Trace], path: Path) -> list[Path]:
     common = set.intersection(*(set(steps_of(trace)) for trace in traces)) if traces else set()
     if not common:
         raise UserError("the traces share no step: profile all ranks over the same steps")
-    wrapper = str(traces[0].ours.get("wrapper", ""))
-    what = f"{wrapper}, step {max(common)}" if wrapper else f"Step {max(common)}"
+    wrapper = str(traces[0].ours.get("wrapper", "none"))
+    what = f"{wrapper}, step {max(common)}" if wrapper != "none" else f"Step {max(common)}"
     title = f"{what} on {len(traces)} rank{'s' * (len(traces) > 1)}: computation and communication"
     save(draw_timeline(traces, max(common), title), path, title)
     return [path]
@@ -80,11 +80,11 @@ class StepTracks:
         self.end = max([window[1], *(bar.end for bar in self.collectives if not bar.posted)])
         self.launches = [flight.start for flight in inside if flight.launch]
         self.communicating = intersection(what.communicating, [window])
-        self.hidden = intersection(self.communicating, what.computing)
+        self.overlapped = intersection(self.communicating, what.computing)
         self.waits = within(Bar(span.start, span.end, span.name, "wait") for span in waits_of(trace))
         phases = within(Bar(s.start, s.end, s.name, s.name, s.name) for s in timeline(trace).phases)
-        overlap = [Bar(*each, "hidden", "hidden") for each in self.hidden]
-        overlap += [Bar(*each, "exposed", "exposed") for each in subtraction(self.communicating, self.hidden)]
+        overlap = [Bar(*each, "overlapped", "overlapped") for each in self.overlapped]
+        overlap += [Bar(*each, "exposed", "exposed") for each in subtraction(self.communicating, self.overlapped)]
         self.tracks = [("phase", phases), ("block", within(_blocks(trace))), *sorted(_compute(trace, window).items())]
         self.tracks += [("waits", self.waits), *(("collectives", bars) for bars in pack(self.collectives))]
         self.tracks = [(name, bars) for name, bars in [*self.tracks, ("overlap", overlap)] if bars]
@@ -170,19 +170,19 @@ def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
     if any(bar.joined > bar.start for bar in bars):
         legend.append(Patch(facecolor=blue, edgecolor="white", hatch=JOINING, label="until all ranks joined"))
     if any(bar.posted for bar in bars):
-        legend.append(Patch(facecolor=OTHER, edgecolor=INK, label="over by its end or sooner"))
+        legend.append(Patch(facecolor=OTHER, edgecolor=INK, label="ended here or earlier"))
     if any(rank.launches for rank in ranks):
         legend.append(Line2D([], [], color=INK, marker="|", ls="", label="launch of a collective"))
     return legend
 
 
 def _draw_rank(axes: Axes, rank: StepTracks, start: int, end: int) -> None:
-    communication, hidden = length(rank.communicating), length(rank.hidden)
+    communication, overlapped = length(rank.communicating), length(rank.overlapped)
     words = f"rank {rank.rank}: no communication"
     if communication:
         relation = "≤" if any(bar.posted for bar in rank.collectives) else "="
-        words = f"rank {rank.rank}: {100 * hidden / communication:.1f} % overlapped, communication {relation} "
-        words += f"{_ms(communication)}, exposed {relation} {_ms(communication - hidden)}"
+        words = f"rank {rank.rank}: {100 * overlapped / communication:.1f} % overlapped, communication {relation} "
+        words += f"{_ms(communication)}, exposed {relation} {_ms(communication - overlapped)}"
     if rank.waits:
         words += f", CPU in waits = {_ms(length(union((wait.start, wait.end) for wait in rank.waits)))}"
     axes.set_title(words, loc="left", size=12)

@@ -25,6 +25,7 @@ from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular
 from cs336_systems.profiling.fields import ARGS, IDS, MEMORY, NAME, OURS, about_rank, check, checked, slim
 from cs336_systems.profiling.intervals import pack
+from cs336_systems.profiling.names import Collective, parse_collective
 
 T = TypeVar("T", "Trace", list["Trace"])
 U = TypeVar("U")
@@ -97,6 +98,11 @@ class Trace:
         return [span for span in self.spans if span.category == "user_annotation"]
 
     @cached_property
+    def collectives(self) -> list[tuple[Collective, Span]]:
+        """Our annotations of launches and waits."""
+        return [(found, span) for span in self.annotated if (found := parse_collective(span.name))]
+
+    @cached_property
     def links(self) -> dict[Place, Place]:
         """From an operator of backward to the operator of forward that it belongs to."""
         ends = [both for (category, *_), both in self.flows.items() if category == "fwdbwd" and all(both)]
@@ -111,10 +117,6 @@ class Trace:
     def calls(self) -> dict[Any, Span]:
         """The runtime calls that launched something, by correlation number, which their kernels share."""
         return {s.args["correlation"]: s for s in self.spans if s.category in RUNTIME and "correlation" in s.args}
-
-    def named(self, pattern: str) -> list[Span]:
-        """The spans whose name matches a regular expression from its start."""
-        return [span for span in self.spans if re.match(pattern, span.name)]
 
     def lanes(self, *categories: str) -> dict[Lane, list[Span]]:
         """The spans of some categories by lane, in order."""
@@ -244,17 +246,14 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
         what = f"event {number} lacks or garbles a field" if number else "a field of its head is garbled"
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} is no trace of torch.profiler: {what} ({why})") from None
-    spans = sorted(_earlier_apart(_posted_apart(spans)), key=lambda span: (span.start, -span.end))
+    # Sends and receives get lanes of their own, as few as are needed so that none cross.
+    tracks = enumerate(pack(span for span in spans if span.name in POSTED))
+    posted = {id(span): (span.lane[0], f"in flight {number}") for number, track in tracks for span in track}
+    spans = [span._replace(lane=posted[id(span)]) if id(span) in posted else span for span in spans]
+    spans = sorted(_earlier_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
     rank, world, host = info.get("rank", 0), info.get("world_size", 1), chrome.get("host_name", "")
     return Trace(spans, allocations, flows, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
-
-
-def _posted_apart(spans: list[Span]) -> list[Span]:
-    """Move sends and receives to lanes of their own, as few as are needed so that none cross."""
-    tracks = pack(span for span in spans if span.name in POSTED)
-    names = {id(span): f"in flight {number}" for number, track in enumerate(tracks) for span in track}
-    return [span._replace(lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
 
 
 def _earlier_apart(spans: list[Span]) -> list[Span]:

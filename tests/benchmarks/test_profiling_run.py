@@ -19,6 +19,7 @@ from benchmarks.lib.profiling_record import (
     picture_beside,
     predicted,
     predicted_peak,
+    step_times,
     tables_beside,
 )  # fmt: skip
 from benchmarks.profiling_run import ProfilingSettings
@@ -144,7 +145,7 @@ def test_one_rank_needs_no_wrapper(tmp_path, capsys, quick_probe):
     assert run_command(profiling_run.main, [*options, "--results", str(tmp_path / "results")]) == 0
     out = capsys.readouterr().out
     assert "softmax" in out
-    assert "communication behind" not in out
+    assert "Overlap of communication" not in out
     (record,) = read_records(tmp_path / "results" / "profiling.jsonl")
     assert record.config["wrapper"] == "none"
     assert "overlap" not in record.metrics
@@ -181,6 +182,19 @@ def test_what_cannot_be_is_one_line(options, message, tmp_path, capsys):
     assert status == 2
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_traces_of_more_ranks_are_named_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profiling_run, "start_ranks", lambda *args: pytest.fail("a rank was started"))
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.trace.json.gz").touch()
+    options = ["--device", "cpu", "--out", str(tmp_path), "--results", str(tmp_path / "r")]
+    assert run_command(profiling_run.main, [*options, "--nproc", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "holds rank1.trace.json.gz, which a profile of 1 rank leaves as it is" in error
+    assert error.count("\n") == 1
+    monkeypatch.setattr(profiling_run, "start_ranks", lambda *args: None)
+    assert run_command(profiling_run.main, [*options, "--nproc", "2"]) == 0
 
 
 @pytest.mark.parametrize(("data", "message"), [(b"", "empty"), (b"{", "cut short"), (b"trace", "no JSON")])
@@ -256,7 +270,10 @@ def test_the_predicted_peak_follows_the_wrapper():
 def test_a_record_names_what_was_unusual():
     case, options = ProfilingSettings(**SMALL).case("tiny", torch.device("cpu")), vars(ProfilingSettings())
     assert {name: options[name] for name in USUAL} == USUAL
-    empty = parse({"traceEvents": [{"ph": "X", "name": "step 0", "ts": 0, "dur": 1000, "tid": 1, "pid": 1}]})
+    step = {"ph": "X", "name": "step 0", "ts": 0, "dur": 1000, "tid": 1, "pid": 1}
+    above = step | {"cat": "gpu_user_annotation", "tid": 7}  # as torch.profiler draws it over a GPU's kernels
+    empty = parse({"traceEvents": [step | {"cat": "user_annotation"}, above]})
+    assert step_times(empty) == [1.0], "each step counts once"
 
     def config(wrapper: str, **changes: object) -> dict[str, object]:
         return make_record(options | changes, wrapper, case, [empty], {}, {}).config

@@ -102,6 +102,7 @@ def test_a_phases_peak_is_the_highest_over_the_steps():
     assert phase_peaks(found, 1) == {"forward": 3}
     text = memory_markdown(trace, found)
     assert "| forward | 10 | 10 B |" in text
+    assert "| whole profile | 10 | 10 B |" in text
     assert "| step 1 | 3 | 3 |" in text
 
 

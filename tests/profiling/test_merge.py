@@ -205,7 +205,7 @@ def test_the_command_merges_a_folder(tmp_path, capsys):
         write_json(each.chrome, tmp_path / f"rank{each.rank}.trace.json.gz")
     code, out, err = merge_command(capsys, str(tmp_path))
     assert (code, err) == (0, "")
-    assert "1000.000 ms" in out
+    assert "1000.000" in out
     assert "collectives" in out
     assert "2 ranks" in out
     assert "https://ui.perfetto.dev" in out

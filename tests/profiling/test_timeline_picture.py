@@ -38,9 +38,9 @@ STEP = [
 
 
 def figures(tracks: StepTracks) -> tuple[int, int, int]:
-    """Nanoseconds of communication, of it hidden, and in waits."""
+    """Nanoseconds of communication, of it overlapped, and in waits."""
     waits = union((wait.start, wait.end) for wait in tracks.waits)
-    return length(tracks.communicating), length(tracks.hidden), length(waits)
+    return length(tracks.communicating), length(tracks.overlapped), length(waits)
 
 
 def drawn(tmp_path: Path, *traces: Trace) -> str:
@@ -226,7 +226,7 @@ def test_shapes_lie_at_their_times(tmp_path):
     said = texts(svg)
     assert {"forward", "backward", "synchronise", "blocks.0", "bucket 0", "time in ms"} <= {*said}
     assert "rank 0: 44.1 % overlapped, communication ≤ 0.068 ms, exposed ≤ 0.038 ms, CPU in waits = 0.016 ms" in said
-    assert {"over by its end or sooner", "launch of a collective", "CPU thread waits", "hidden", "exposed"} <= {*said}
+    assert {"ended here or earlier", "launch of a collective", "CPU thread waits", "overlapped", "exposed"} <= {*said}
     assert "Step 1 on 1 rank: computation and communication" in said
 
 
@@ -274,6 +274,8 @@ def test_the_file(tmp_path):
     path = tmp_path / "new" / "timeline.svg"
     assert write_timeline([trace(*STEP, wrapper="BucketedDDP")], path) == [path]
     assert "BucketedDDP, step 1 on 1 rank" in path.read_text()
+    write_timeline([trace(*STEP, wrapper="none")], path)
+    assert "Step 1 on 1 rank" in path.read_text()
 
 
 def test_the_file_is_the_same_every_time(tmp_path):

@@ -84,7 +84,7 @@ def _kernels(trace: Trace, first: int) -> Iterator[dict[str, Any]]:
 
 def _steps(trace: Trace, first: int) -> Iterator[dict[str, Any]]:
     """The steps by the name that HTA looks for, and one after the last."""
-    if trace.named("ProfilerStep#") or not trace.spans:
+    if any(span.name.startswith("ProfilerStep#") for span in trace.spans) or not trace.spans:
         return
     lane = next((span.lane for span in trace.spans if span.category in HOST), trace.spans[0].lane)
     begin, end = trace.spans[0].start, max(span.end for span in trace.spans)
