@@ -61,8 +61,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
 def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:
     """(the stage that needs most, its `rank_bytes`). Raises UserError for a plan that does not divide the model."""
     plan.check(config, seq)
-    kinds = fullest_stages(config, plan)
-    each = {stage: rank_bytes(config, plan, seq, stage) for stage in kinds}
+    each = {stage: rank_bytes(config, plan, seq, stage) for stage in step_time.fullest_stages(config, plan)}
     fullest = max(each, key=lambda stage: sum(each[stage].values()))
     return fullest, each[fullest]
 
@@ -75,21 +74,6 @@ def usable_memory(system: System) -> float:
 def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
     """True if the stage that needs most leaves the machine's reserve free. Raises as `peak_bytes` does."""
     return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
-
-
-def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    """The first of all stages with the same layers and ends, for each kind: it has the most microbatches in flight."""
-    return _fullest(config, plan.pp, plan.chunks, plan.layers)
-
-
-@lru_cache(maxsize=4096)
-def _fullest(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    found: dict[tuple[object, ...], int] = {}
-    plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)
-    for stage, owned in enumerate(plan.stage_chunks(config.num_layers)):
-        kind = tuple((len(each), sum(map(config.has_experts, each))) for each in owned)
-        found.setdefault((kind, stage == 0, stage == pp - 1), stage)
-    return tuple(found.values())
 
 
 @lru_cache(maxsize=4096)

@@ -10,11 +10,11 @@ from cs336_systems.cost.commands.output import Total, json_option, new_table, pr
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
-from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
+from cs336_systems.cost.plan_memory import peak_bytes, rank_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
+from cs336_systems.cost.step_time import fullest_stages
 from cs336_systems.cost.template import fill_file
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes
+from cs336_systems.host.console import console, format_bytes
 
 
 @click.command("memory")
@@ -51,7 +51,7 @@ def command(as_json: bool, **given: Any) -> None:
     if as_json:
         print_json({**request.record(), **found})
     else:
-        _print(console.console(), request, stages, found)
+        _print(console(), request, stages, found)
 
 
 def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
