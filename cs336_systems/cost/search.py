@@ -8,7 +8,9 @@ Configurations of equal time and memory share one place, such as ZeRO 1 and 2 wi
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
@@ -19,7 +21,7 @@ from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import check_experts
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, Recompute
 
 BEST = 10
 LIMIT = 30_000
@@ -98,7 +100,7 @@ class Miss(NamedTuple):
 
 @dataclass
 class Search:
-    """Result of a search. Each configuration that was tried counts once: as indivisible, too large or running."""
+    """A search and its result. Each configuration that was tried counts once: as indivisible, too large or running."""
 
     space: Space
     system: System
@@ -109,10 +111,94 @@ class Search:
     running: int = 0
     nearest: Miss | None = None
     left_out: list[str] = field(default_factory=list)
+    # Of a search in progress; by (choice, value), the fastest that runs, and the least memory that one lacks.
+    seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = field(default_factory=set)
+    ranking: list[tuple[float, float, int, Candidate]] = field(default_factory=list)
+    fastest: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
+    lacking: dict[tuple[str, Any], float] = field(default_factory=dict)
+
+    @cached_property
+    def models(self) -> dict[Recompute, ModelConfig]:
+        return {each: self.space.config.override(recompute=each) for each in RECOMPUTES}
 
     @property
     def tried(self) -> int:
         return self.indivisible.total() + self.too_large + self.running
+
+    def configuration(self, space: Space, degrees: Degrees, choice: Choice, orders: list[tuple[str, ...]]) -> None:
+        """Try one choice in some placements, which need the same memory."""
+        orders = [order for order in orders if (degrees, choice, order) not in self.seen]
+        if not orders:
+            return
+        self.seen.update((degrees, choice, order) for order in orders)
+        config, seq = self.models[choice.recompute], space.seq
+        try:
+            plans = [space.plan(degrees, choice, order) for order in orders]
+            memory = sum(peak_bytes(config, plans[0], seq)[1].values())
+        except UserError as error:
+            self.indivisible[str(error).split(":")[0]] += len(orders)
+            return
+        lacks, places = memory - usable_memory(self.system), [placement(plan, space.node) for plan in plans]
+        if lacks > 0:
+            self.too_large += len(plans)
+            if self.nearest is None or lacks < self.nearest.lacks:
+                self.nearest = Miss(config, plans[0], memory, lacks)
+            for plan, place in zip(plans, places, strict=True):
+                for key in choices(config, plan, place).items():
+                    self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
+            return
+        for plan, place in zip(plans, places, strict=True):
+            step = step_time(config, plan, seq, self.system)
+            candidate, total = Candidate(step, memory, place), step.total
+            self.running += 1
+            self.ranking.append((total, memory, self.running, candidate))
+            for key in candidate.values.items():
+                if key not in self.fastest or total < self.fastest[key].step.total:
+                    self.fastest[key] = candidate
+
+    def refine(self, whole: Space) -> None:
+        """Try the choices that were cut, around the best configurations."""
+        for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
+            degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
+            choice = Choice(*(near.values[axis] for axis in Choice._fields))
+            for each in whole.around(degrees, choice):
+                self.configuration(whole, degrees, each, whole.placements(degrees))
+
+    def finish(self) -> None:
+        """Complete the result, if something runs: the best of each time and memory, and losses against the winner."""
+        places = dict[tuple[float, float], list[Candidate]]()
+        self.ranking.sort(key=lambda entry: entry[:3])
+        for total, memory, _, candidate in self.ranking:
+            if (total, memory) not in places and len(places) == BEST:
+                break
+            places.setdefault((total, memory), []).append(candidate)
+        self.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
+        for axis in AXES:
+            values = {value for name, value in (*self.fastest, *self.lacking) if name == axis}
+            losses = [self._loss(axis, value, self.best[0]) for value in values]
+            self.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
+
+    def _loss(self, axis: str, value: Any, winner: Candidate) -> Loss:
+        best = self.fastest.get((axis, value))
+        if best is None:
+            return Loss(axis, value, None, float("inf"), "memory", self.lacking[axis, value])
+        factor, net = best.step.total / winner.step.total, best.step.total - winner.step.total
+        more = {part: seconds - winner.parts[part] for part, seconds in best.parts.items()}
+        part, gain = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
+        if winner.values[axis] == value or more[part] <= 0:
+            return Loss(axis, value, best, factor, "", 0.0)
+        less = max(0.0, -more[gain])
+        forced = self._forced(winner, axis, value)
+        return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", less, forced)
+
+    def _forced(self, winner: Candidate, axis: str, value: Any) -> bool:
+        """True if the winner with another value of one choice does not fit. Degrees never change alone."""
+        if axis not in Choice._fields:
+            return False
+        config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
+        with suppress(UserError):  # it does not divide
+            return not fits(config, winner.plan.override(**changes), self.space.seq, self.system)
+        return False
 
 
 def search(
@@ -133,21 +219,27 @@ def search(
     whole = Space(config, seq, gpus, global_batch, system.node, **rest)
     check_experts(config, whole.fixed.get("ep", 1))
     space, left_out = whole.within(limit)
-    trial = _Trial(Search(whole, system, left_out=left_out))
+    found = Search(whole, system, left_out=left_out)
     layouts = space.layouts()
     if not layouts:
         raise UserError(f"no layout of {gpus} accelerators has {whole.held}: the product of degrees must be {gpus}")
     for number, degrees in enumerate(layouts):
-        if trial.found.tried >= limit:
+        if found.tried >= limit:
             left_out.append(f"{len(layouts) - number} of {len(layouts)} layouts")
             break
-        trial.layout(space, degrees)
-        advance(f"{trial.found.tried} configurations")
+        if reason := space.refusal(degrees):
+            found.indivisible[reason] += 1
+        else:
+            orders = space.placements(degrees)
+            for choice in space.choices(degrees):
+                found.configuration(space, degrees, choice, orders)
+        advance(f"{found.tried} configurations")
     if left_out:
-        trial.refine(whole)
-    if not trial.found.running:
-        raise UserError(_nothing(trial.found, space, limit))
-    return trial.finish()
+        found.refine(whole)
+    if not found.running:
+        raise UserError(_nothing(found, space, limit))
+    found.finish()
+    return found
 
 
 def _nothing(found: Search, cut: Space, limit: int) -> str:
@@ -171,102 +263,3 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
         f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
         f"{space.more_gpus(system)}"
     )
-
-
-class _Trial:
-    """A search in progress."""
-
-    def __init__(self, found: Search) -> None:
-        self.found = found
-        self.seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = set()
-        self.models = {each: found.space.config.override(recompute=each) for each in RECOMPUTES}
-        self.usable = usable_memory(found.system)
-        self.ranking: list[tuple[float, float, int, Candidate]] = []
-        self.fastest: dict[tuple[str, Any], Candidate] = {}
-        self.lacking: dict[tuple[str, Any], float] = {}
-
-    def layout(self, space: Space, degrees: Degrees) -> None:
-        """Try all choices that go with some degrees."""
-        if reason := space.refusal(degrees):
-            self.found.indivisible[reason] += 1
-            return
-        orders = space.placements(degrees)
-        for choice in space.choices(degrees):
-            self.configuration(space, degrees, choice, orders)
-
-    def configuration(self, space: Space, degrees: Degrees, choice: Choice, orders: list[tuple[str, ...]]) -> None:
-        """Try one choice in some placements, which need the same memory."""
-        orders = [order for order in orders if (degrees, choice, order) not in self.seen]
-        if not orders:
-            return
-        self.seen.update((degrees, choice, order) for order in orders)
-        config, seq = self.models[choice.recompute], space.seq
-        try:
-            plans = [space.plan(degrees, choice, order) for order in orders]
-            memory = sum(peak_bytes(config, plans[0], seq)[1].values())
-        except UserError as error:
-            self.found.indivisible[str(error).split(":")[0]] += len(orders)
-            return
-        lacks, places = memory - self.usable, [placement(plan, space.node) for plan in plans]
-        if lacks > 0:
-            self.found.too_large += len(plans)
-            if self.found.nearest is None or lacks < self.found.nearest.lacks:
-                self.found.nearest = Miss(config, plans[0], memory, lacks)
-            for plan, place in zip(plans, places, strict=True):
-                for key in choices(config, plan, place).items():
-                    self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
-            return
-        for plan, place in zip(plans, places, strict=True):
-            step = step_time(config, plan, seq, self.found.system)
-            candidate, total = Candidate(step, memory, place), step.total
-            self.found.running += 1
-            self.ranking.append((total, memory, self.found.running, candidate))
-            for key in candidate.values.items():
-                if key not in self.fastest or total < self.fastest[key].step.total:
-                    self.fastest[key] = candidate
-
-    def refine(self, whole: Space) -> None:
-        """Try the choices that were cut, around the best configurations."""
-        for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
-            degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
-            choice = Choice(*(near.values[axis] for axis in Choice._fields))
-            for each in whole.around(degrees, choice):
-                self.configuration(whole, degrees, each, whole.placements(degrees))
-
-    def finish(self) -> Search:
-        """The result, if something runs: the best of each time and memory, and the losses against the winner."""
-        found, places = self.found, dict[tuple[float, float], list[Candidate]]()
-        self.ranking.sort(key=lambda entry: entry[:3])
-        for total, memory, _, candidate in self.ranking:
-            if (total, memory) not in places and len(places) == BEST:
-                break
-            places.setdefault((total, memory), []).append(candidate)
-        found.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
-        for axis in AXES:
-            values = {value for name, value in (*self.fastest, *self.lacking) if name == axis}
-            losses = [self._loss(axis, value, found.best[0]) for value in values]
-            found.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
-        return found
-
-    def _loss(self, axis: str, value: Any, winner: Candidate) -> Loss:
-        best = self.fastest.get((axis, value))
-        if best is None:
-            return Loss(axis, value, None, float("inf"), "memory", self.lacking[axis, value])
-        factor, net = best.step.total / winner.step.total, best.step.total - winner.step.total
-        more = {part: seconds - winner.parts[part] for part, seconds in best.parts.items()}
-        part, gain = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
-        if winner.values[axis] == value or more[part] <= 0:
-            return Loss(axis, value, best, factor, "", 0.0)
-        less = max(0.0, -more[gain])
-        forced = self._forced(winner, axis, value)
-        return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", less, forced)
-
-    def _forced(self, winner: Candidate, axis: str, value: Any) -> bool:
-        """True if the winner with another value of one choice does not fit. Degrees never change alone."""
-        if axis not in Choice._fields:
-            return False
-        config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
-        try:
-            return not fits(config, winner.plan.override(**changes), self.found.space.seq, self.found.system)
-        except UserError:  # it does not divide
-            return False
