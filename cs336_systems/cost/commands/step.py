@@ -16,8 +16,7 @@ from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.cost.template import fill_file
-from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
+from cs336_systems.host.console import console, format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 
@@ -36,7 +35,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json({**request.record(), **found})
     else:
-        _print(console.console(), request, step, found)
+        _print(console(), request, step, found)
 
 
 def hfu(step: StepTime) -> float:

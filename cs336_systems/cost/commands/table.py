@@ -16,8 +16,7 @@ from cs336_systems.cost.operator_time import TimedPart, Timing
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count
+from cs336_systems.host.console import console, format_bytes, format_count
 
 WIDE = 120  # characters of the whole table; a narrower screen leaves out the columns marked with `?`
 COLUMNS = (*("operator", "FLOPs", "?MiB", "?FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "?weights", "?<sends"),)
@@ -38,7 +37,7 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
         if as_json:
             print_json(notebook_records(notebook))
         else:
-            print_notebook(console.console(), notebook)
+            print_notebook(console(), notebook)
         return
     request = take_request(given)
     parts = request.timed(stage_groups(request.config, Plan(), 0))  # of the whole model, as on one stage
@@ -49,7 +48,7 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
             groups.append({"group": each.name, "times": each.times, "operators": operators, "total": total})
         print_json({**request.record(), "groups": groups, "total": model_totals(request, parts)})
     else:
-        _print(console.console(), request, parts)
+        _print(console(), request, parts)
 
 
 def part_totals(request: Request, part: TimedPart) -> dict[str, float]:
