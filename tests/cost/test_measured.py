@@ -94,7 +94,9 @@ def test_a_list_of_runs(tmp_path):
     path = tmp_path / "runs.json"
     row = {"id": "a", "h": 1024, "a": 16, "L": 24, "s": 512, "V": 1024, "tp": 1, "pp": 1, "dp": 1, "gbs": 4}
     path.write_text(json.dumps([row, row | {"id": "b", "t_iter_s": 1.5}]))
-    assert [(each.run.id, each.what, each.seconds) for each in read_measured(path, LogOptions())] == [("b", "step", 1.5)]
+    assert [(each.run.id, each.what, each.seconds) for each in read_measured(path, LogOptions())] == [
+        ("b", "step", 1.5)
+    ]
     path.write_text(json.dumps([row]))
     with pytest.raises(UserError, match="no timings: none of its runs has t_iter_s"):
         read_measured(path, LogOptions())

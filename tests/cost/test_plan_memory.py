@@ -12,14 +12,13 @@ from cs336_systems.cost.machines import changed, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import (
     fits,
-    fullest_stages,
     live_passes,
     peak_bytes,
     rank_bytes,
     unit,
     usable_memory,
 )
-from cs336_systems.cost.step_time import stage_weights
+from cs336_systems.cost.step_time import fullest_stages, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 from cs336_systems.schedule import schedule, simulate
