@@ -7,7 +7,7 @@ Configurations of equal time and memory share one place, such as ZeRO 1 and 2 wi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -203,20 +203,20 @@ class Search:
 
 def search(
     config: ModelConfig, seq: int, system: System, gpus: int, global_batch: int, *, limit: int = LIMIT,
-    advance: Callable[[str], None] = lambda note: None, **rest: Any,
+    advance: Callable[[str], None] = lambda note: None, fixed: Mapping[str, Any] | None = None, **rest: Any,
 ) -> Search:  # fmt: skip
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
-    `rest` are other fields of `Space`; `overlap` is the machine's unless given. A space of more than `limit`
-    configurations is cut: `left_out` names what is left out, except around the best. `advance` is called after each of
-    `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
+    `fixed` is that of `Space`, `rest` are fields of `Plan`; `overlap` is the machine's unless given. A space of more
+    than `limit` configurations is cut: `left_out` names what is left out, except around the best. `advance` is called
+    after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
     """
     if gpus > MOST_GPUS:
         raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
-    if unknown := [axis for axis in rest.get("fixed", ()) if axis not in AXES]:
+    if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     rest["overlap"] = rest.get("overlap") or system.overlap
-    whole = Space(config, seq, gpus, global_batch, system.node, **rest)
+    whole = Space(config, seq, gpus, Plan(global_batch=global_batch, **rest), system.node, fixed or {})
     check_experts(config, whole.fixed.get("ep", 1))
     space, left_out = whole.within(limit)
     found = Search(whole, system, left_out=left_out)

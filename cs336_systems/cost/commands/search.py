@@ -12,7 +12,7 @@ from cs336_systems.cost.commands.request import as_options, plan_options, plural
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES
+from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, Space, placement
@@ -38,7 +38,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     config = config.override(kernels=STACKS[stack].kernels)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
-    layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
+    layouts = len(Space(config, seq, asked.gpus, Plan(global_batch=asked.batch_size), system.node, fixed).layouts())
     with progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
         found = search(
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
@@ -137,7 +137,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
         reasons.append(f"  {plural(sum(count for _, count in more), 'plan')}: {len(more)} more reasons")
     values = {
         "parameters": sum(count_parameters(space.config).values()),
-        "sequences": plural(space.global_batch, "sequence"),
+        "sequences": plural(space.base.global_batch, "sequence"),
         "room": usable_memory(system),
         "starred": "" if narrow and any(map(_other_order, found.best)) else None,
         "expected": describe_range(found.best[0].step),
