@@ -97,7 +97,11 @@ class Space:
         data = degrees.dp * degrees.ep
         if self.base.global_batch % data:
             return f"a batch of {self.base.global_batch} does not divide over {data} replicas"
-        return refused(lambda: Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq))
+        try:
+            Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq)
+        except UserError as error:
+            return str(error).split(":")[0]
+        return ""
 
     def choices(self, degrees: Degrees) -> Iterator[Choice]:
         """Every combination of choices for some degrees, even if it does not divide."""
@@ -224,15 +228,6 @@ def placement(plan: Plan, node: int) -> str:
     """Ranks that share a node, in words: "tp 4 x dp 2"."""
     held = [f"{axis} {count}" for axis in ORDER if (count := plan.local(axis, node=node)) > 1]
     return " x ".join(held) or "nothing"
-
-
-def refused(check: Callable[[], object]) -> str:
-    """The first words of the UserError that a check raises; empty if it raises none."""
-    try:
-        check()
-    except UserError as error:
-        return str(error).split(":")[0]
-    return ""
 
 
 def option(axis: str, value: Any) -> str:

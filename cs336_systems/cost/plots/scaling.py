@@ -4,6 +4,7 @@ Strong scaling keeps the batch, so that each accelerator has less to do. Weak sc
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
-from cs336_systems.cost.search_space import RECOMPUTES, refused
+from cs336_systems.cost.search_space import RECOMPUTES
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
@@ -38,12 +39,11 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
             continue
         asked = study.base.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
         model, plan = STACKS[asked.stack].shape(study.config, asked)
-        if refused(lambda: plan.check(model, study.seq)):  # noqa: B023
-            continue
-        for recompute in RECOMPUTES:
-            config = replace(model, recompute=recompute)
-            if fits(config, plan, study.seq, study.system):
-                yield config, plan
+        with suppress(UserError):  # it does not divide
+            for recompute in RECOMPUTES:
+                config = replace(model, recompute=recompute)
+                if fits(config, plan, study.seq, study.system):
+                    yield config, plan
 
 
 def best(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> StepTime | None:
