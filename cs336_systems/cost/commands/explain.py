@@ -91,7 +91,7 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
         except UserError as error:
             table.add_row(grid.name, str(error))
             continue
-        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers)))
+        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received / ranks, cost.held, cost.buffers)))
     screen.print(
         f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Per rank, in elements, not "
         "bytes: received; held (operands and results); most in buffers at once."
