@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
+from cs336_systems.cost.search_space import AXES, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
@@ -161,8 +161,10 @@ class Search:
         for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
             degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
             choice = Choice(*(near.values[axis] for axis in Choice._fields))
-            for each in whole.around(degrees, choice):
-                self.configuration(whole, degrees, each, whole.placements(degrees))
+            orders = whole.placements(degrees)
+            for each in whole.choices(degrees):
+                if each[2:] == choice[2:]:  # of another microbatch and number of chunks
+                    self.configuration(whole, degrees, each, orders)
 
     def finish(self) -> None:
         """Complete the result, if something runs: the best of each time and memory, and losses against the winner."""
@@ -211,8 +213,6 @@ def search(
     than `limit` configurations is cut: `left_out` names what is left out, except around the best. `advance` is called
     after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
     """
-    if gpus > MOST_GPUS:
-        raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     rest["overlap"] = rest.get("overlap") or system.overlap

@@ -148,11 +148,6 @@ class Space:
             left_out.append(words)
         return space, left_out
 
-    def around(self, degrees: Degrees, choice: Choice) -> Iterator[Choice]:
-        """The choice, with every other microbatch and number of chunks."""
-        micro_batches, chunks, *_ = self._lists(degrees)
-        return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
-
     def gpus_needed(self, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
         """The first number of accelerators, doubled from `least` (twice as many as there are) to `most`, on which
         something fits with the space's fixed choices; 0 if nothing does with this batch."""
