@@ -20,11 +20,6 @@ from cs336_systems.presets import model_preset
 SEED = "seed"  # the preset of the notebook
 MACHINE = "A100-40GB"  # the machine of the notebook's data sheet
 OPERATORS = 5  # side by side at most
-KINDS: dict[nb.Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
-    "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
-    "missing": ("What the notebook leaves out", ["what is right"]),
-    "text": ("What its code says, and what it printed: the output is of an older version", ["the code", "the output"]),
-}
 
 
 def asked_notebook(context: click.Context) -> nb.Notebook | None:
@@ -61,8 +56,8 @@ def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
     for each in tables:
         screen.print(f"{each.title}: share of communication in the forward time {each.communication!r}")
 
-    for kind, (title, columns) in KINDS.items():
-        grid = Table("", *columns, "effect", title=title, title_justify="left", show_lines=True)
+    for kind, head in nb.KINDS.items():
+        grid = Table("", *head["columns"], "effect", title=head["title"], title_justify="left", show_lines=True)
         for found in (each for each in nb.DIFFERENCES if each.kind == kind):
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)

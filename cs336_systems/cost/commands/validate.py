@@ -16,13 +16,9 @@ from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.runs import KEYS, PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
 from cs336_systems.host.console import console, format_bytes
 
-HEADS = {
-    "required": "Required keys of a run:",
-    "others": "Others, and what is taken where they are absent, null, 0 or not understood:",
-}
 EPILOG = "\n\n".join(
     "\n".join(["\b", head, *(f"  {key}: {meaning}" for key, meaning in KEYS[part].items())])
-    for part, head in HEADS.items()
+    for part, head in KEYS["heads"].items()
 )
 
 

@@ -267,4 +267,6 @@ class Difference:
     effect: str
 
 
-DIFFERENCES = tuple(Difference(**each) for each in read_data("notebook/differences")["difference"])
+_TEXTS = read_data("notebook/differences")
+KINDS: dict[Kind, Any] = _TEXTS["kinds"]  # title and columns of the table of a kind
+DIFFERENCES = tuple(Difference(**each) for each in _TEXTS["difference"])
