@@ -37,6 +37,9 @@ MOST_LAYERS = 100_000
 # Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
 ENDS = 2
 
+# Fields that matter to one microbatch in a block.
+BLOCK = ("tp", "cp", "ep", "sequence", "micro_batch", "width", "fp8", "recompute_modules")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -125,7 +128,11 @@ class Plan:
 
     def alone(self) -> "Plan":
         """The part of the plan that matters to one microbatch in a block: without dp, pp and the batch."""
-        return _alone(self)
+        return self.only(*BLOCK)
+
+    def only(self, *names: str, microbatches: int = 1) -> "Plan":
+        """A plan with these fields of this one and so many microbatches, one object for the same values: for caches."""
+        return _only(tuple((name, getattr(self, name)) for name in names), self.micro_batch * self.ep * microbatches)
 
     def local(self, *axes: str, node: int) -> int:
         """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""
@@ -171,9 +178,8 @@ class Plan:
 
 
 @lru_cache(maxsize=65536)
-def _alone(plan: Plan) -> Plan:
-    kept = ("tp", "cp", "ep", "sequence", "micro_batch", "width", "fp8", "recompute_modules")
-    return Plan(**{name: getattr(plan, name) for name in kept}, global_batch=plan.micro_batch * plan.ep)
+def _only(fields: tuple[tuple[str, Any], ...], batch: int) -> Plan:
+    return Plan(**dict(fields), global_batch=batch)
 
 
 @lru_cache(maxsize=4096)

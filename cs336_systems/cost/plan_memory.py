@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cs336_systems.cost import step_time
 from cs336_systems.cost.machines import GIB, System
 from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import BLOCK, Plan
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
@@ -47,8 +47,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     shared, owned, _ = step_time.stage_weights(config, plan, seq, stage)
     # Memory in flight repeats after as many microbatches as there are stages, so a few times as many are enough.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
-    kept = {name: getattr(plan, name) for name in ("pp", "chunks", "layers", "recompute_nth")}
-    working = plan.alone().override(**kept, global_batch=plan.micro_batch * plan.ep * some)
+    working = plan.only(*BLOCK, "pp", "chunks", "layers", "recompute_nth", microbatches=some)
     activations, workspace = _working(config, working, seq, stage)
     stack = STACKS[plan.stack]
     found = {name: stack.state * nbytes for name, nbytes in _state(plan, shared, owned).items()}
