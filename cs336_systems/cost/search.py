@@ -257,9 +257,8 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
         words = "; ".join(reason for reason, _ in found.indivisible.most_common(2)) or "no choice is left"
         held = f" with {space.held}" if space.fixed else ""
         return f"nothing divides over {space.gpus} accelerators{held}: {words}; change their number, batch or model"
-    least = f"{format_bytes(found.nearest.memory)} on a rank at least" if found.nearest else None
+    least = f"none of the {tried} tried divides"
+    if found.nearest:
+        least = f"{format_bytes(found.nearest.memory)} on a rank at least"
     fill = f"a plan may fill {format_bytes(usable_memory(system))}"
-    return (
-        f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
-        f"{space.more_gpus(system)}"
-    )
+    return f"nothing fits {machines}: {least}, and {fill}; {space.more_gpus(system)}"

@@ -34,11 +34,9 @@ class Topics(click.Group):
             return found
         if cmd_name not in QUESTIONS:
             raise UserError(f"nothing is called {cmd_name!r}; choose from {', '.join([*self.commands, *QUESTIONS])}")
-        title = f"A question of the course: {QUESTIONS[cmd_name].title}\n\nIts numbers: {defaults(cmd_name)}"
-        numbers = click.Argument(["numbers"], nargs=-1, metavar="[NAME=VALUE]...")
-        return click.Command(
-            cmd_name, params=[numbers], help=title, callback=lambda numbers: _answer(cmd_name, numbers)
-        )
+        about = f"A question of the course: {QUESTIONS[cmd_name].title}\n\nIts numbers: {defaults(cmd_name)}"
+        given = click.Argument(["numbers"], nargs=-1, metavar="[NAME=VALUE]...")
+        return click.Command(cmd_name, params=[given], help=about, callback=lambda numbers: _answer(cmd_name, numbers))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, rows in self.listed().items():
