@@ -25,6 +25,7 @@ from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import read_data
 from cs336_systems.presets import ModelConfig, Recompute
 
+Counts = tuple[tuple[Group, int], ...]  # of the blocks of each kind, and of the ends of the model
 GRADIENT = 4  # bytes: gradients add up in 32 bits
 # AdamW in one kernel: read the gradient for its norm; read gradient, master weight and two moments; write the last
 # three; set the gradient to zero. In half precision the 16-bit weight is written as well.
@@ -93,7 +94,7 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
     return StepTime(config, plan, seq, system, busiest, parts)
 
 
-def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
+def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> Counts:
     """(group, count) of the operators of a stage: blocks, and on the first and last stage embedding and head."""
     return _stages(config, plan.pp, plan.chunks, plan.layers)[0][stage]
 
@@ -118,9 +119,7 @@ def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> lis
 
 
 @lru_cache(maxsize=4096)
-def _stages(
-    config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]
-) -> tuple[list[tuple[tuple[Group, int], ...]], tuple[int, ...]]:
+def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[list[Counts], tuple[int, ...]]:
     """(`stage_groups` of every stage, `fullest_stages`)."""
     found, first = [], dict[tuple[object, ...], int]()
     plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)

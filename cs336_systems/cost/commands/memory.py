@@ -3,7 +3,6 @@
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
@@ -51,11 +50,11 @@ def command(as_json: bool, **given: Any) -> None:
     if as_json:
         print_json({**request.record(), **found})
     else:
-        _print(console(), request, stages, found)
+        _print(request, stages, found)
 
 
-def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
-    pp, need, room = request.plan.pp, found["peak_bytes"], found["room_bytes"]
+def _print(request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
+    screen, pp, need, room = console(), request.plan.pp, found["peak_bytes"], found["room_bytes"]
     places = {0: "first", pp - 1: "last"}
     titles = [f"stage {stage} ({places.get(stage, 'between')})" for stage in stages] if pp > 1 else ["each rank"]
     rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in next(iter(stages.values()))]
