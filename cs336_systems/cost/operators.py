@@ -103,11 +103,9 @@ def _latent(rank: Rank, latent: Latent) -> Iterator[Operator]:
         yield rank.linear("queries", tokens, latent.query, query, kept=rank.bytes_of(latent.query) * share, **entered)
     else:
         yield rank.linear("queries", tokens, d, query, kept=rank.resting, **_entered(rank))
-    entered, columns = _entered(rank, rank.bytes_of(latent.key_value + latent.rotary)), key + value
-    columns -= rank.config.num_heads // plan.tp * latent.rotary
-    yield rank.linear(
-        "keys, values", tokens, latent.key_value, columns, kept=rank.bytes_of(latent.key_value) * share, **entered
-    )
+    entered, kept = _entered(rank, rank.bytes_of(latent.key_value + latent.rotary)), rank.bytes_of(latent.key_value)
+    columns = key + value - rank.config.num_heads // plan.tp * latent.rotary
+    yield rank.linear("keys, values", tokens, latent.key_value, columns, kept=kept * share, **entered)
 
 
 def _core(rank: Rank) -> Iterator[Operator]:

@@ -37,6 +37,9 @@ MOST_LAYERS = 100_000
 # Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
 ENDS = 2
 
+# Fields that matter to one microbatch in a block.
+BLOCK = ("tp", "cp", "ep", "sequence", "micro_batch", "width", "fp8", "recompute_modules")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -125,8 +128,11 @@ class Plan:
 
     def alone(self) -> "Plan":
         """The part of the plan that matters to one microbatch in a block: without dp, pp and the batch."""
-        block = self.tp, self.cp, self.ep, self.sequence, self.micro_batch, self.width
-        return _alone(*block, self.fp8, self.recompute_modules)
+        return self.only(*BLOCK)
+
+    def only(self, *names: str, microbatches: int = 1) -> "Plan":
+        """A plan with these fields of this one and so many microbatches, one object for the same values: for caches."""
+        return _only(tuple((name, getattr(self, name)) for name in names), self.micro_batch * self.ep * microbatches)
 
     def local(self, *axes: str, node: int) -> int:
         """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""
@@ -162,15 +168,18 @@ class Plan:
     def stage_chunks(self, num_layers: int) -> list[list[range]]:
         """Layers of each chunk of each stage: chunk 0 of all stages comes first, then chunk 1 of all stages. If the
         layers do not divide, parts at both ends get one less first, as they also have embedding and head."""
-        return [list(found) for found in _chunks(num_layers, self.pp, self.chunks, self.layers)]
+        parts = self.pp * self.chunks
+        size, rest = divmod(num_layers, parts)
+        # Parts in the order in which they get one layer less: from both ends inwards, the last part first.
+        inwards = sorted(range(parts), key=lambda part: (min(part, parts - 1 - part), -part))
+        sizes = list(self.layers) or [size + (part not in inwards[: parts - rest]) for part in range(parts)]
+        found = [range(end - each, end) for end, each in zip(accumulate(sizes), sizes, strict=True)]
+        return [found[stage :: self.pp] for stage in range(self.pp)]
 
 
-@lru_cache
-def _alone(
-    tp: int, cp: int, ep: int, sequence: bool, micro_batch: int, width: int, fp8: bool, modules: tuple[str, ...]
-) -> Plan:
-    alone = Plan(tp=tp, cp=cp, ep=ep, sequence=sequence, micro_batch=micro_batch, global_batch=micro_batch * ep)
-    return alone.override(width=width, fp8=fp8, recompute_modules=modules)
+@lru_cache(maxsize=65536)
+def _only(fields: tuple[tuple[str, Any], ...], batch: int) -> Plan:
+    return Plan(**dict(fields), global_batch=batch)
 
 
 @lru_cache(maxsize=4096)
@@ -184,14 +193,3 @@ def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
         # If this axis does not fit whole, neighbours along all later axes are on different nodes.
         room = room // size if held[axis] == size else 1
     return held
-
-
-@lru_cache
-def _chunks(num_layers: int, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[range, ...], ...]:
-    parts = pp * chunks
-    size, rest = divmod(num_layers, parts)
-    # Parts in the order in which they get one layer less: from both ends inwards, the last part first.
-    inwards = sorted(range(parts), key=lambda part: (min(part, parts - 1 - part), -part))
-    sizes = list(layers) or [size + (part not in inwards[: parts - rest]) for part in range(parts)]
-    found = [range(end - each, end) for end, each in zip(accumulate(sizes), sizes, strict=True)]
-    return tuple(tuple(found[stage::pp]) for stage in range(pp))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cs336_systems.cost import step_time
 from cs336_systems.cost.machines import GIB, System
 from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import BLOCK, Plan
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
@@ -30,13 +30,11 @@ _MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits; the 32-bit
 
 
 class Unit(NamedTuple):
-    """One block, the embedding or the head, on a rank: bytes of one microbatch, and numbers of weights."""
+    """One block, the embedding or the head, on a rank: bytes of one microbatch."""
 
     kept: float  # for backward, with recomputation
     again: float  # bytes that are not kept, as backward recomputes them
     inside: float  # workspace of backward: gradients and gathered tensors
-    shared: float  # weights that all replicas share
-    owned: float  # weights of its experts
 
 
 def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[str, float]:
@@ -49,8 +47,8 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     shared, owned, _ = step_time.stage_weights(config, plan, seq, stage)
     # Memory in flight repeats after as many microbatches as there are stages, so a few times as many are enough.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
-    shape = plan.pp, plan.chunks, plan.layers, plan.recompute_nth
-    activations, workspace = _working(config, plan.alone(), seq, shape, some, stage)
+    working = plan.only(*BLOCK, "pp", "chunks", "layers", "recompute_nth", microbatches=some)
+    activations, workspace = _working(config, working, seq, stage)
     stack = STACKS[plan.stack]
     found = {name: stack.state * nbytes for name, nbytes in _state(plan, shared, owned).items()}
     found["activations"] = stack.activations * activations
@@ -61,8 +59,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
 def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:
     """(the stage that needs most, its `rank_bytes`). Raises UserError for a plan that does not divide the model."""
     plan.check(config, seq)
-    kinds = fullest_stages(config, plan)
-    each = {stage: rank_bytes(config, plan, seq, stage) for stage in kinds}
+    each = {stage: rank_bytes(config, plan, seq, stage) for stage in step_time.fullest_stages(config, plan)}
     fullest = max(each, key=lambda stage: sum(each[stage].values()))
     return fullest, each[fullest]
 
@@ -75,21 +72,6 @@ def usable_memory(system: System) -> float:
 def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
     """True if the stage that needs most leaves the machine's reserve free. Raises as `peak_bytes` does."""
     return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
-
-
-def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    """The first of all stages with the same layers and ends, for each kind: it has the most microbatches in flight."""
-    return _fullest(config, plan.pp, plan.chunks, plan.layers)
-
-
-@lru_cache(maxsize=4096)
-def _fullest(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    found: dict[tuple[object, ...], int] = {}
-    plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)
-    for stage, owned in enumerate(plan.stage_chunks(config.num_layers)):
-        kind = tuple((len(each), sum(map(config.has_experts, each))) for each in owned)
-        found.setdefault((kind, stage == 0, stage == pp - 1), stage)
-    return tuple(found.values())
 
 
 @lru_cache(maxsize=4096)
@@ -124,23 +106,14 @@ def unit(config: ModelConfig, alone: Plan, seq: int, group: Group) -> Unit:
         kept -= again
     elif group == "head" and alone.width < 4:
         gathered += operators[-1].kept / 4 * alone.width  # the loss keeps 32-bit logits, GEMMs take 16-bit ones
-    return Unit(kept, again, largest + gathered, *step_time.group_weights(rank, group)[:2])
+    return Unit(kept, again, largest + gathered)
 
 
 @lru_cache(maxsize=16384)
-def _working(
-    config: ModelConfig,
-    alone: Plan,
-    seq: int,
-    shape: tuple[int, int, tuple[int, ...], int],
-    microbatches: int,
-    stage: int,
-) -> tuple[float, float]:
+def _working(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tuple[float, float]:
     """Bytes of (activations, workspace of backward) on a stage. ZeRO, replicas and placement do not matter."""
-    pp, chunks, layers, nth = shape
-    batch = alone.micro_batch * alone.data * microbatches
-    plan = alone.override(pp=pp, chunks=chunks, layers=layers, global_batch=batch, recompute_nth=nth)
-    head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
+    alone = plan.alone()
+    head = unit(config, alone, seq, "head") if stage == plan.pp - 1 else Unit(0, 0, 0)
     embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
     plain = config if config.recompute == "none" else config.override(recompute="none")
     stages = plan.stage_chunks(config.num_layers)
@@ -157,8 +130,8 @@ def _working(
             for group, count in blocks_of
             for recompute, n in step_time.recomputed(config, plan, group, count)
         )
-        kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == chunks - 1 else 0.0))
-    live = live_passes(stage, pp, microbatches, chunks)
+        kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == plan.chunks - 1 else 0.0))
+    live = live_passes(stage, plan.pp, plan.microbatches, plan.chunks)
     activations = max(sum(n * each for n, each in zip(moment, kept, strict=True)) for moment in live)
     groups = step_time.stage_groups(config, plan, stage)
     blocks = [unit(config, alone, seq, group) for group, _ in groups if group in _BLOCKS]
@@ -190,8 +163,8 @@ def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
         return 0.0
     rank, sizes = Rank(config, plan.alone(), seq), []
     for group, times in step_time.stage_groups(config, plan, stage):
-        each = unit(config, plan.alone(), seq, group)
+        shared, owned, _ = step_time.group_weights(rank, group)
         tied = vocabulary_rows(rank) * config.d_model if group == "head" and config.tied_head and plan.pp == 1 else 0
-        sizes += [each.shared - tied + (each.owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
+        sizes += [shared - tied + (owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
     sizes.sort(reverse=True)
     return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + step_time.GRADIENT * sizes[0]

@@ -30,7 +30,7 @@ from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.step import Hardware
 from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
+from cs336_systems.host.console import progress
 from cs336_systems.host.machine import available_memory, choose_device, device_name
 from cs336_systems.presets import Precision
 from cs336_systems.traffic import sent
@@ -57,6 +57,7 @@ COPIED = {"cpu": 2**27, "cuda": 2**30}  # bytes of a large copy
 HEADS = 64  # of fused attention, each of 512 tokens by 64
 
 
+@torch.no_grad()
 def best_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
     """The fastest of the calls that fit into the budget (seconds), after one to warm up: noise only ever adds."""
 
@@ -74,7 +75,6 @@ def best_seconds(run: Callable[[], object], device: torch.device, budget: float)
     return best
 
 
-@torch.no_grad()
 def launch_seconds(device: torch.device, budget: float) -> float:
     """Seconds in which eager torch starts an operator: a sum of four numbers, over and over."""
     few = torch.zeros(4, device=device)
@@ -86,7 +86,6 @@ def launch_seconds(device: torch.device, budget: float) -> float:
     return best_seconds(run, device, budget) / LAUNCHES
 
 
-@torch.no_grad()
 def first_touch_seconds(device: torch.device, budget: float) -> float:
     """Seconds a byte that a CPU's new memory costs more than memory that has been written before; 0 on a GPU, whose
     allocator keeps its memory."""
@@ -97,7 +96,6 @@ def first_touch_seconds(device: torch.device, budget: float) -> float:
     return max(0.0, fresh - best_seconds(lambda: used.fill_(1), device, budget)) / FRESH_BYTES
 
 
-@torch.no_grad()
 def probe(device: torch.device, precision: Precision, name: str, budget: float = 0.5) -> Hardware:
     """The fastest matrix product and copy seen on the device, in about a budget (seconds) for each of a few sizes. The
     second factor is transposed, as a linear layer's weight is. The products' sizes double while that makes them faster,
@@ -156,7 +154,7 @@ def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
     """Measure this machine in about `budget` seconds, with progress on stderr. Raises UserError if it cannot be."""
     chosen = choose_device(device)
     try:
-        with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
+        with progress("measuring this machine", ROUNDS + 3, budget) as advance:
             return probe_system(chosen, budget, advance)
     except (RuntimeError, MemoryError) as error:  # of torch, or with the traceback of a rank
         *_, reason = type(error).__name__, *str(error).strip().splitlines()
@@ -199,7 +197,6 @@ def processors_of(device: torch.device) -> int:
     return torch.get_num_threads()
 
 
-@torch.no_grad()
 def measure_products(
     device: torch.device, budget: float, start: float, advance: Callable[[str], None]
 ) -> dict[int, GemmLaw]:
@@ -224,7 +221,6 @@ def measure_products(
     return {width: fit_law([TimedGemm(*size, best[width, size]) for size in sizes], tile, start) for width in (2, 4)}
 
 
-@torch.no_grad()
 def memory_rates(device: torch.device, budget: float) -> tuple[float, float]:
     """Bytes/s read and written by a large copy, and by a sum of a tensor and a number, in memory used before."""
     numel = COPIED[device.type] // 4
@@ -234,7 +230,6 @@ def memory_rates(device: torch.device, budget: float) -> tuple[float, float]:
     return 8 * numel / copy, 8 * numel / added
 
 
-@torch.no_grad()
 def attention_rate(device: torch.device, budget: float, width: int) -> float:
     """FLOP/s of fused attention, forward, on numbers of `width` bytes, without a mask."""
     dtype = torch.bfloat16 if width == 2 else torch.float32

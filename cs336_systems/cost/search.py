@@ -7,19 +7,21 @@ Configurations of equal time and memory share one place, such as ZeRO 1 and 2 wi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
+from cs336_systems.cost.search_space import AXES, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import check_experts
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, Recompute
 
 BEST = 10
 LIMIT = 30_000
@@ -98,7 +100,7 @@ class Miss(NamedTuple):
 
 @dataclass
 class Search:
-    """Result of a search. Each configuration that was tried counts once: as indivisible, too large or running."""
+    """A search and its result. Each configuration that was tried counts once: as indivisible, too large or running."""
 
     space: Space
     system: System
@@ -109,90 +111,19 @@ class Search:
     running: int = 0
     nearest: Miss | None = None
     left_out: list[str] = field(default_factory=list)
+    # Of a search in progress; by (choice, value), the fastest that runs, and the least memory that one lacks.
+    seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = field(default_factory=set)
+    ranking: list[tuple[float, float, int, Candidate]] = field(default_factory=list)
+    fastest: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
+    lacking: dict[tuple[str, Any], float] = field(default_factory=dict)
+
+    @cached_property
+    def models(self) -> dict[Recompute, ModelConfig]:
+        return {each: self.space.config.override(recompute=each) for each in RECOMPUTES}
 
     @property
     def tried(self) -> int:
         return self.indivisible.total() + self.too_large + self.running
-
-
-def search(
-    config: ModelConfig, seq: int, system: System, gpus: int, global_batch: int, *, limit: int = LIMIT,
-    advance: Callable[[str], None] = lambda note: None, **rest: Any,
-) -> Search:  # fmt: skip
-    """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
-
-    `rest` are other fields of `Space`; `overlap` is the machine's unless given. A space of more than `limit`
-    configurations is cut: `left_out` names what is left out, except around the best. `advance` is called after each of
-    `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
-    """
-    if gpus > MOST_GPUS:
-        raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
-    if unknown := [axis for axis in rest.get("fixed", ()) if axis not in AXES]:
-        raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
-    rest["overlap"] = rest.get("overlap") or system.overlap
-    whole = Space(config, seq, gpus, global_batch, system.node, **rest)
-    check_experts(config, whole.fixed.get("ep", 1))
-    space, left_out = whole.within(limit)
-    trial = _Trial(Search(whole, system, left_out=left_out))
-    layouts = space.layouts()
-    if not layouts:
-        raise UserError(f"no layout of {gpus} accelerators has {whole.held}: the product of degrees must be {gpus}")
-    for number, degrees in enumerate(layouts):
-        if trial.found.tried >= limit:
-            left_out.append(f"{len(layouts) - number} of {len(layouts)} layouts")
-            break
-        trial.layout(space, degrees)
-        advance(f"{trial.found.tried} configurations")
-    if left_out:
-        trial.refine(whole)
-    if not trial.found.running:
-        raise UserError(_nothing(trial.found, space, limit))
-    return trial.finish()
-
-
-def _nothing(found: Search, cut: Space, limit: int) -> str:
-    """Text of the error if nothing runs, with advice; up to `limit` configurations of `cut` were searched."""
-    space, system, tried = found.space, found.system, found.tried
-    machines = f"{space.gpus} x {system.name}"
-    if found.left_out and space.gpus_needed(system, space.gpus, space.gpus):
-        # Once every layout has been tried, only the choices that were cut remain.
-        most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
-        return (
-            f"nothing that was tried fits {machines}, but some does that --limit {limit} left out "
-            f"({'; '.join(found.left_out)}): raise it; --limit {most} tries {words}"
-        )
-    if found.nearest is None and not found.left_out:
-        words = "; ".join(reason for reason, _ in found.indivisible.most_common(2)) or "no choice is left"
-        held = f" with {space.held}" if space.fixed else ""
-        return f"nothing divides over {space.gpus} accelerators{held}: {words}; change their number, batch or model"
-    least = f"{format_bytes(found.nearest.memory)} on a rank at least" if found.nearest else None
-    fill = f"a plan may fill {format_bytes(usable_memory(system))}"
-    return (
-        f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
-        f"{space.more_gpus(system)}"
-    )
-
-
-class _Trial:
-    """A search in progress."""
-
-    def __init__(self, found: Search) -> None:
-        self.found = found
-        self.seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = set()
-        self.models = {each: found.space.config.override(recompute=each) for each in RECOMPUTES}
-        self.usable = usable_memory(found.system)
-        self.ranking: list[tuple[float, float, int, Candidate]] = []
-        self.fastest: dict[tuple[str, Any], Candidate] = {}
-        self.lacking: dict[tuple[str, Any], float] = {}
-
-    def layout(self, space: Space, degrees: Degrees) -> None:
-        """Try all choices that go with some degrees."""
-        if reason := space.refusal(degrees):
-            self.found.indivisible[reason] += 1
-            return
-        orders = space.placements(degrees)
-        for choice in space.choices(degrees):
-            self.configuration(space, degrees, choice, orders)
 
     def configuration(self, space: Space, degrees: Degrees, choice: Choice, orders: list[tuple[str, ...]]) -> None:
         """Try one choice in some placements, which need the same memory."""
@@ -205,22 +136,22 @@ class _Trial:
             plans = [space.plan(degrees, choice, order) for order in orders]
             memory = sum(peak_bytes(config, plans[0], seq)[1].values())
         except UserError as error:
-            self.found.indivisible[str(error).split(":")[0]] += len(orders)
+            self.indivisible[str(error).split(":")[0]] += len(orders)
             return
-        lacks, places = memory - self.usable, [placement(plan, space.node) for plan in plans]
+        lacks, places = memory - usable_memory(self.system), [placement(plan, space.node) for plan in plans]
         if lacks > 0:
-            self.found.too_large += len(plans)
-            if self.found.nearest is None or lacks < self.found.nearest.lacks:
-                self.found.nearest = Miss(config, plans[0], memory, lacks)
+            self.too_large += len(plans)
+            if self.nearest is None or lacks < self.nearest.lacks:
+                self.nearest = Miss(config, plans[0], memory, lacks)
             for plan, place in zip(plans, places, strict=True):
                 for key in choices(config, plan, place).items():
                     self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
             return
         for plan, place in zip(plans, places, strict=True):
-            step = step_time(config, plan, seq, self.found.system)
+            step = step_time(config, plan, seq, self.system)
             candidate, total = Candidate(step, memory, place), step.total
-            self.found.running += 1
-            self.ranking.append((total, memory, self.found.running, candidate))
+            self.running += 1
+            self.ranking.append((total, memory, self.running, candidate))
             for key in candidate.values.items():
                 if key not in self.fastest or total < self.fastest[key].step.total:
                     self.fastest[key] = candidate
@@ -230,23 +161,24 @@ class _Trial:
         for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
             degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
             choice = Choice(*(near.values[axis] for axis in Choice._fields))
-            for each in whole.around(degrees, choice):
-                self.configuration(whole, degrees, each, whole.placements(degrees))
+            orders = whole.placements(degrees)
+            for each in whole.choices(degrees):
+                if each[2:] == choice[2:]:  # of another microbatch and number of chunks
+                    self.configuration(whole, degrees, each, orders)
 
-    def finish(self) -> Search:
-        """The result, if something runs: the best of each time and memory, and the losses against the winner."""
-        found, places = self.found, dict[tuple[float, float], list[Candidate]]()
+    def finish(self) -> None:
+        """Complete the result, if something runs: the best of each time and memory, and losses against the winner."""
+        places = dict[tuple[float, float], list[Candidate]]()
         self.ranking.sort(key=lambda entry: entry[:3])
         for total, memory, _, candidate in self.ranking:
             if (total, memory) not in places and len(places) == BEST:
                 break
             places.setdefault((total, memory), []).append(candidate)
-        found.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
+        self.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
         for axis in AXES:
             values = {value for name, value in (*self.fastest, *self.lacking) if name == axis}
-            losses = [self._loss(axis, value, found.best[0]) for value in values]
-            found.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
-        return found
+            losses = [self._loss(axis, value, self.best[0]) for value in values]
+            self.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
 
     def _loss(self, axis: str, value: Any, winner: Candidate) -> Loss:
         best = self.fastest.get((axis, value))
@@ -266,7 +198,67 @@ class _Trial:
         if axis not in Choice._fields:
             return False
         config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
-        try:
-            return not fits(config, winner.plan.override(**changes), self.found.space.seq, self.found.system)
-        except UserError:  # it does not divide
-            return False
+        with suppress(UserError):  # it does not divide
+            return not fits(config, winner.plan.override(**changes), self.space.seq, self.system)
+        return False
+
+
+def search(
+    config: ModelConfig, seq: int, system: System, gpus: int, global_batch: int, *, limit: int = LIMIT,
+    advance: Callable[[str], None] = lambda note: None, fixed: Mapping[str, Any] | None = None, **rest: Any,
+) -> Search:  # fmt: skip
+    """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
+
+    `fixed` is that of `Space`, `rest` are fields of `Plan`; `overlap` is the machine's unless given. A space of more
+    than `limit` configurations is cut: `left_out` names what is left out, except around the best. `advance` is called
+    after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
+    """
+    if unknown := [axis for axis in fixed or () if axis not in AXES]:
+        raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
+    rest["overlap"] = rest.get("overlap") or system.overlap
+    whole = Space(config, seq, gpus, Plan(global_batch=global_batch, **rest), system.node, fixed or {})
+    check_experts(config, whole.fixed.get("ep", 1))
+    space, left_out = whole.within(limit)
+    found = Search(whole, system, left_out=left_out)
+    layouts = space.layouts()
+    if not layouts:
+        raise UserError(f"no layout of {gpus} accelerators has {whole.held}: the product of degrees must be {gpus}")
+    for number, degrees in enumerate(layouts):
+        if found.tried >= limit:
+            left_out.append(f"{len(layouts) - number} of {len(layouts)} layouts")
+            break
+        if reason := space.refusal(degrees):
+            found.indivisible[reason] += 1
+        else:
+            orders = space.placements(degrees)
+            for choice in space.choices(degrees):
+                found.configuration(space, degrees, choice, orders)
+        advance(f"{found.tried} configurations")
+    if left_out:
+        found.refine(whole)
+    if not found.running:
+        raise UserError(_nothing(found, space, limit))
+    found.finish()
+    return found
+
+
+def _nothing(found: Search, cut: Space, limit: int) -> str:
+    """Text of the error if nothing runs, with advice; up to `limit` configurations of `cut` were searched."""
+    space, system, tried = found.space, found.system, found.tried
+    machines = f"{space.gpus} x {system.name}"
+    if found.left_out and space.gpus_needed(system, space.gpus, space.gpus):
+        # Once every layout has been tried, only the choices that were cut remain.
+        most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
+        return (
+            f"nothing that was tried fits {machines}, but some does that --limit {limit} left out "
+            f"({'; '.join(found.left_out)}): raise it; --limit {most} tries {words}"
+        )
+    if found.nearest is None and not found.left_out:
+        words = "; ".join(reason for reason, _ in found.indivisible.most_common(2)) or "no choice is left"
+        held = f" with {space.held}" if space.fixed else ""
+        return f"nothing divides over {space.gpus} accelerators{held}: {words}; change their number, batch or model"
+    least = f"none of the {tried} tried divides"
+    if found.nearest:
+        least = f"{format_bytes(found.nearest.memory)} on a rank at least"
+    fill = f"a plan may fill {format_bytes(usable_memory(system))}"
+    return f"nothing fits {machines}: {least}, and {fill}; {space.more_gpus(system)}"

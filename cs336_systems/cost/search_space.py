@@ -15,7 +15,7 @@ from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.plan import OPTIONS, ORDER, RECOMPUTE_NAMES, Overlap, Plan
+from cs336_systems.cost.plan import OPTIONS, ORDER, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
@@ -26,14 +26,16 @@ AXES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "recompute", "seq
 MOST_GPUS = 2**20
 RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "segments")
 
-# Cuts of a space that is too large, in this order: a field of `Space`, its value, the choice that this limits, and the
-# words for what is left out.
-_CUTS: tuple[tuple[str, Any, str, str], ...] = (
-    ("megatron_order", True, "placement", "placements other than Megatron's order"),
-    ("most_chunks", 4, "chunks", "more than 4 chunks"),
-    ("most_micro_batch", 4, "micro_batch", "microbatches of more than 4 sequences"),
-    ("most_chunks", 2, "chunks", "more than 2 chunks"),
-    ("zeros", (0, 1, 3), "zero", "ZeRO stage 2"),
+MOST = 16  # sequences of a microbatch, chunks of a stage
+
+# Cuts of a space that is too large, in this order: a choice, its values that are kept (of placements one, Megatron's),
+# and the words for what is left out.
+_CUTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("placement", lambda ranks: True, "placements other than Megatron's order"),
+    ("chunks", lambda count: count <= 4, "more than 4 chunks"),
+    ("micro_batch", lambda rows: rows <= 4, "microbatches of more than 4 sequences"),
+    ("chunks", lambda count: count <= 2, "more than 2 chunks"),
+    ("zero", lambda stage: stage != 2, "ZeRO stage 2"),
 )
 
 
@@ -60,22 +62,15 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Space:
     """All layouts of a model on `gpus` accelerators, `node` of them joined by the faster network. `fixed` holds some of
-    the choices `AXES` at one value."""
+    the choices `AXES` at one value; `base` has the batch and what is not tried."""
 
     config: ModelConfig
     seq: int
     gpus: int
-    global_batch: int
+    base: Plan
     node: int
-    width: int = 2
-    overlap: Overlap = "data"
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    most_micro_batch: int = 16
-    most_chunks: int = 16
-    zeros: tuple[int, ...] = (0, 1, 2, 3)
-    megatron_order: bool = False  # only Megatron's order, one placement for each layout
-    stack: str = "megatron"
-    fp8: bool = False
+    cuts: int = 0  # that are made, the first of `_CUTS`
 
     @property
     def held(self) -> str:
@@ -100,9 +95,13 @@ class Space:
     def refusal(self, degrees: Degrees) -> str:
         """The reason that model or batch do not divide over degrees, whatever else is chosen; empty if they do."""
         data = degrees.dp * degrees.ep
-        if self.global_batch % data:
-            return f"a batch of {self.global_batch} does not divide over {data} replicas"
-        return refused(lambda: Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq))
+        if self.base.global_batch % data:
+            return f"a batch of {self.base.global_batch} does not divide over {data} replicas"
+        try:
+            Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq)
+        except UserError as error:
+            return str(error).split(":")[0]
+        return ""
 
     def choices(self, degrees: Degrees) -> Iterator[Choice]:
         """Every combination of choices for some degrees, even if it does not divide."""
@@ -119,17 +118,16 @@ class Space:
             name = placement(plan, self.node)
             if self._allows("placement", name):
                 found.setdefault(name, order)
-            if self.megatron_order:
+            if self.cuts and "placement" not in self.fixed:
                 break
         return list(found.values())
 
     def plan(self, degrees: Degrees, choice: Choice, order: tuple[str, ...] = ORDER) -> Plan:
         """The plan of degrees, choice and order. Raises UserError for what does not divide."""
-        chosen = choice.chunks, choice.sequence, choice.zero, choice.micro_batch
-        plan = Plan(
-            *degrees, *chosen, self.global_batch, self.overlap, order, self.width, stack=self.stack, fp8=self.fp8
-        )
-        return STACKS[self.stack].shape(self.config, plan)[1] if STACKS[self.stack].balanced else plan
+        chosen, stack = choice._asdict() | degrees._asdict(), STACKS[self.base.stack]
+        del chosen["recompute"]
+        plan = self.base.override(**chosen, order=order)
+        return stack.shape(self.config, plan)[1] if stack.balanced else plan
 
     def size(self) -> int:
         """Configurations in all; degrees that do not divide count once each."""
@@ -141,19 +139,14 @@ class Space:
     def within(self, limit: int) -> tuple["Space", list[str]]:
         """(the space cut to about `limit` configurations, what was left out in words); fixed choices are never cut."""
         space, left_out = self, []
-        for name, value, axis, words in _CUTS:
+        for cuts, (axis, _, words) in enumerate(_CUTS, 1):
             if axis in self.fixed:
                 continue
             if space.size() <= limit:
                 break
-            space = replace(space, **{name: value})
+            space = replace(space, cuts=cuts)
             left_out.append(words)
         return space, left_out
-
-    def around(self, degrees: Degrees, choice: Choice) -> Iterator[Choice]:
-        """The choice, with every other microbatch and number of chunks."""
-        micro_batches, chunks, *_ = self._lists(degrees)
-        return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
 
     def gpus_needed(self, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
         """The first number of accelerators, doubled from `least` (twice as many as there are) to `most`, on which
@@ -207,36 +200,29 @@ class Space:
 
     def _lists(self, degrees: Degrees) -> list[list[Any]]:
         """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""
-        rows = self.global_batch // (degrees.dp * degrees.ep)
+        rows = self.base.global_batch // (degrees.dp * degrees.ep)
         layers, rest = divmod(self.config.num_layers, degrees.pp)
-        even = 1 if degrees.pp == 1 or rest else min(layers, self.most_chunks)
+        even = 1 if degrees.pp == 1 or rest else min(layers, MOST)
         values = (
-            [2**n for n in range(self.most_micro_batch.bit_length()) if rows % 2**n == 0],
+            [2**n for n in range(MOST.bit_length()) if rows % 2**n == 0],
             [n for n in range(1, even + 1) if layers % n == 0],
             (False, True) if degrees.tp > 1 else (False,),
             RECOMPUTES,
-            self.zeros if degrees.dp * degrees.cp * degrees.ep > 1 else (0,),
+            range(4) if degrees.dp * degrees.cp * degrees.ep > 1 else (0,),
         )
         fields = zip(Choice._fields, values, strict=True)
         return [[value for value in each if self._allows(axis, value)] for axis, each in fields]
 
     def _allows(self, axis: str, value: object) -> bool:
-        return axis not in self.fixed or self.fixed[axis] == value
+        if axis in self.fixed:
+            return self.fixed[axis] == value
+        return all(keeps(value) for name, keeps, _ in _CUTS[: self.cuts] if name == axis)
 
 
 def placement(plan: Plan, node: int) -> str:
     """Ranks that share a node, in words: "tp 4 x dp 2"."""
     held = [f"{axis} {count}" for axis in ORDER if (count := plan.local(axis, node=node)) > 1]
     return " x ".join(held) or "nothing"
-
-
-def refused(check: Callable[[], object]) -> str:
-    """The first words of the UserError that a check raises; empty if it raises none."""
-    try:
-        check()
-    except UserError as error:
-        return str(error).split(":")[0]
-    return ""
 
 
 def option(axis: str, value: Any) -> str:

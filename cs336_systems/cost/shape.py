@@ -140,6 +140,9 @@ def read_shape(path: Path) -> ModelConfig:
         if missing := [NAMES["latent"][name] for name in ("plain", "rotary", "value") if not latent[name]]:
             raise UserError(f"{path} does not say {', '.join(missing)}, widths of latent attention's heads")
         said["head_width"], said["num_kv_heads"] = None, None
+    if said["num_experts"] and said["top_k"] not in (None, *range(1, MOST_CHOICES + 1)):
+        sent = f"1 to {MOST_CHOICES} experts for a token, not {said['top_k']}"
+        raise UserError(f"{path}: {NAMES['sizes']['top_k']} must be {sent}; a model without experts has num_experts 0")
     if not said["num_experts"]:
         said |= dict.fromkeys(("top_k", "expert_d_ff", "shared_d_ff", "dense_layers", "expert_every"))
     elif shared := _count(path, given, "n_shared_experts"):

@@ -25,6 +25,7 @@ from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import read_data
 from cs336_systems.presets import ModelConfig, Recompute
 
+Counts = tuple[tuple[Group, int], ...]  # of the blocks of each kind, and of the ends of the model
 GRADIENT = 4  # bytes: gradients add up in 32 bits
 # AdamW in one kernel: read the gradient for its norm; read gradient, master weight and two moments; write the last
 # three; set the gradient to zero. In half precision the 16-bit weight is written as well.
@@ -93,15 +94,20 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
     return StepTime(config, plan, seq, system, busiest, parts)
 
 
-def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
+def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> Counts:
     """(group, count) of the operators of a stage: blocks, and on the first and last stage embedding and head."""
-    return _groups(config, plan.pp, plan.chunks, plan.layers)[stage]
+    return _stages(config, plan.pp, plan.chunks, plan.layers)[0][stage]
 
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
     """Stages with the same groups, as {the first of them: the number of them}."""
-    stages = _groups(config, plan.pp, plan.chunks, plan.layers)
+    stages = _stages(config, plan.pp, plan.chunks, plan.layers)[0]
     return {stages.index(groups): count for groups, count in Counter(stages).items()}
+
+
+def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    """The first of all stages with the same layers and ends, for each kind: it has the most microbatches in flight."""
+    return _stages(config, plan.pp, plan.chunks, plan.layers)[1]
 
 
 def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> list[tuple[Recompute, int]]:
@@ -113,17 +119,17 @@ def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> lis
 
 
 @lru_cache(maxsize=4096)
-def _groups(
-    config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]
-) -> tuple[tuple[tuple[Group, int], ...], ...]:
-    found = []
+def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[list[Counts], tuple[int, ...]]:
+    """(`stage_groups` of every stage, `fullest_stages`)."""
+    found, first = [], dict[tuple[object, ...], int]()
     plan = Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp)
     for stage, owned in enumerate(plan.stage_chunks(config.num_layers)):
-        sparse = sum(config.has_experts(layer) for held in owned for layer in held)
-        parts: list[tuple[Group, int]] = [("dense", sum(map(len, owned)) - sparse), ("sparse", sparse)]
-        parts += [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
+        held, sparse = [*map(len, owned)], [sum(map(config.has_experts, each)) for each in owned]
+        ends: list[tuple[Group, int]] = [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
+        parts: list[tuple[Group, int]] = [("dense", sum(held) - sum(sparse)), ("sparse", sum(sparse)), *ends]
         found.append(tuple((group, times) for group, times in parts if times))
-    return tuple(found)
+        first.setdefault((*held, *sparse, *ends), stage)
+    return found, tuple(first.values())
 
 
 def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> Seconds:

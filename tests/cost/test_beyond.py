@@ -229,7 +229,8 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
         (GPT2 | {"vocab_size": 10**400}, "vocab_size must be a whole number, not 10000+.*, of 10.15 at most"),
         (GPT2 | {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
         (GPT2 | {"kv_lora_rank": 8, "qk_rope_head_dim": 4}, "does not say qk_nope_head_dim, v_head_dim, widths of"),
-        (QWEN3_30B | {"num_experts_per_tok": 2000}, "a token is sent to 1 to 1024 experts"),
+        (QWEN3_30B | {"num_experts_per_tok": 0}, "json: num_experts_per_tok must be 1 to 1024 experts .*, not 0"),
+        (QWEN3_30B | {"num_experts_per_tok": 2000}, "num_experts_per_tok must be 1 to 1024 .*, not 2000"),
         (QWEN3_30B | {"first_k_dense_replace": 99}, "none of the 48 layers has experts"),
     ],
 )

@@ -51,7 +51,7 @@ def powers(seconds: float, **exponents: float) -> Observation:
     def predict(constants) -> float:
         return exp(sum(power * log(getattr(constants, name)) for name, power in exponents.items()))
 
-    return Observation(str(exponents), "step", seconds, predict)
+    return Observation(replace(RUNS[0], id=str(exponents)), "step", seconds, predict)
 
 
 def test_constants_are_recovered_from_what_the_model_says():
@@ -119,7 +119,7 @@ def test_data_that_scatter_count_for_less():
 
 def test_what_is_hidden_behind_another_is_found():
     """A host that is a little slower changes nothing: there is no slope to follow."""
-    hidden = Observation("hidden", "step", 2.5, lambda constants: max(1.0, constants.host / 2))
+    hidden = Observation(RUNS[0], "step", 2.5, lambda constants: max(1.0, constants.host / 2))
     found = fit([hidden], ONE, ("host", "memory"), noise=0.01)
     assert found.constants.host == pytest.approx(5.0, rel=0.02)
     assert found.constants.memory == 1.0

@@ -43,8 +43,8 @@ def test_own_records(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows[:5])), encoding="utf-8-sig")
     found = read_measured(path, LogOptions())
     assert [(each.what, each.seconds) for each in found] == [("step", 0.1), ("compute", 0.1)]
-    assert {(each.machine, each.notes) for each in found} == {("some CPU", ())}
-    assert "the record's own" in read_measured(path, A100)[0].notes[0]
+    assert {(each.run.system.name, each.run.notes) for each in found} == {("some CPU", ())}
+    assert "the record's own" in read_measured(path, A100)[0].run.notes[0]
     run = found[0].predict.__self__
     assert (run.config.recompute, run.seq, run.plan.global_batch, run.plan.width) == ("segments", 64, 16, 4)
     assert (run.system.rate(4), run.system.bandwidth, run.system.processors) == (2e11, 4e10, 2)
@@ -94,7 +94,9 @@ def test_a_list_of_runs(tmp_path):
     path = tmp_path / "runs.json"
     row = {"id": "a", "h": 1024, "a": 16, "L": 24, "s": 512, "V": 1024, "tp": 1, "pp": 1, "dp": 1, "gbs": 4}
     path.write_text(json.dumps([row, row | {"id": "b", "t_iter_s": 1.5}]))
-    assert [(each.id, each.what, each.seconds) for each in read_measured(path, LogOptions())] == [("b", "step", 1.5)]
+    assert [(each.run.id, each.what, each.seconds) for each in read_measured(path, LogOptions())] == [
+        ("b", "step", 1.5)
+    ]
     path.write_text(json.dumps([row]))
     with pytest.raises(UserError, match="no timings: none of its runs has t_iter_s"):
         read_measured(path, LogOptions())

@@ -12,14 +12,14 @@ from cs336_systems.cost.machines import changed, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import (
     fits,
-    fullest_stages,
     live_passes,
     peak_bytes,
     rank_bytes,
     unit,
     usable_memory,
 )
-from cs336_systems.cost.step_time import stage_weights
+from cs336_systems.cost.rank import Rank
+from cs336_systems.cost.step_time import fullest_stages, group_weights, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 from cs336_systems.schedule import schedule, simulate
@@ -98,8 +98,8 @@ def test_first_stage_keeps_the_published_total(p, v):
 def test_published_figures(name):
     h, a, layers, t, p, v, _ = SIZES[name]
     state, plain, selective = FIGURE_1[name]
-    block = unit(gpt(h, a, layers), Plan(tp=t).alone(), SEQ, "dense")
-    assert 18 * (block.shared - 2 * h) * layers / p == state * GIB  # without norms
+    weights, *_ = group_weights(Rank(gpt(h, a, layers), Plan(tp=t), SEQ), "dense")
+    assert 18 * (weights - 2 * h) * layers / p == state * GIB  # without norms
     passes = max(map(sum, live_passes(0, p, 4 * p, v)))
     for sequence, recompute, wanted in ((False, "none", plain), (True, "attention", selective)):
         found = kept(name, sequence, recompute) * passes / v * layers / p
@@ -168,8 +168,7 @@ def test_state_by_zero_stage():
 
 def test_zero_gathers_two_neighbours_and_a_gradient():
     config, plan = gpt(64, 4, 4, vocab_size=128, positions="rotary"), Plan(dp=2, global_batch=4)
-    block = unit(config, plan.alone(), 128, "dense").shared
-    end = unit(config, plan.alone(), 128, "embedding").shared
+    block, end = (group_weights(Rank(config, plan, 128), group)[0] for group in ("dense", "embedding"))
     work = {zero: rank_bytes(config, plan.override(zero=zero), 128, 0)["workspace"] for zero in range(4)}
     assert block > end
     assert work[3] - work[0] == 2 * 2 * block + 4 * block
@@ -207,14 +206,15 @@ def test_stages_differ():
     assert sum(parts.values()) == max(sum(one.values()) for one in each)
     assert parts == each[stage]
     block, words = unit(config, plan.alone(), 128, "dense"), 51_200 * 256
+    weights, *_ = group_weights(Rank(config, plan, 128), "dense")
     assert each[1]["activations"] == 3 * 3 * block.kept
     assert each[2]["activations"] == 2 * 3 * block.kept
     # The tied head's copy of the embedding, and the logits in 32 bits.
-    assert each[3]["weights"] == 2 * (2 * block.shared + words + 256)
+    assert each[3]["weights"] == 2 * (2 * weights + words + 256)
     assert each[3]["activations"] == 2 * block.kept + 128 * (4 * 256 + 4 * 51_200)
     alone = rank_bytes(config, Plan(), 128, 0)
     assert alone["weights"] == 2 * stage_weights(config, Plan(), 128, 0)[0]
-    assert stage_weights(config, Plan(), 128, 0)[0] == 10 * block.shared + words + 256 + 2048 * 256
+    assert stage_weights(config, Plan(), 128, 0)[0] == 10 * weights + words + 256 + 2048 * 256
 
 
 def test_segments_keep_an_input_and_run_again_together():
@@ -231,9 +231,10 @@ def test_segments_keep_an_input_and_run_again_together():
 
 def test_context_parallelism_splits_what_is_kept():
     config = gpt(256, 4, 4, attention="sdpa", dropout=0.0)
-    whole, half = (unit(config, Plan(cp=cp).alone(), 256, "dense") for cp in (1, 2))
+    plans = [Plan(cp=cp).alone() for cp in (1, 2)]
+    whole, half = (unit(config, plan, 256, "dense") for plan in plans)
     assert half.kept == whole.kept / 2
-    assert half.shared == whole.shared
+    assert len({group_weights(Rank(config, plan, 256), "dense") for plan in plans}) == 1
     assert half.inside == whole.inside / 2 + 4 * 2 * 256 * 256  # keys and values of all tokens, and their gradients
 
 

@@ -168,7 +168,7 @@ def test_held_choices():
 
 def test_placements_differ_in_what_a_node_holds():
     degrees = Degrees(tp=2, pp=2, dp=2)
-    orders = Space(MODEL, SEQ, 8, 12, 4).placements(degrees)
+    orders = Space(MODEL, SEQ, 8, Plan(global_batch=12), 4).placements(degrees)
     plans = [Plan(**degrees._asdict(), global_batch=12, order=order) for order in orders]
     assert [placement(plan, 4) for plan in plans] == ["tp 2 x dp 2", "tp 2 x pp 2", "dp 2 x pp 2"]
     assert orders[0] == ORDER
@@ -200,7 +200,7 @@ def test_a_model_that_fits_nowhere():
     with pytest.raises(UserError, match=f"it would fit on {enough}"):
         search(MODEL, SEQ, less, enough // 2, 64)
     none = replace(SMALL, memory=1e3)
-    assert Space(MODEL, SEQ, 2**18, 64, NODE).gpus_needed(none) == 0
+    assert Space(MODEL, SEQ, 2**18, Plan(global_batch=64), NODE).gpus_needed(none) == 0
     with pytest.raises(UserError, match="nothing divides over 7 accelerators"):
         search(MODEL.override(num_layers=4), 250, SMALL, 7, 12)
 

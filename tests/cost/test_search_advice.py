@@ -11,6 +11,7 @@ from cs336_systems.cost.commands import plot
 from cs336_systems.cost.commands.search import command
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.machines import CONSTANTS, system_preset, write_json
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
 from cs336_systems.cost.search_space import Space, option
@@ -47,7 +48,7 @@ def test_a_limit_is_not_blamed_where_nothing_fits(capsys):
 
 @pytest.mark.parametrize("fixed", [{"zero": 2}, {"micro_batch": 8}, {"chunks": 6}])
 def test_what_is_held_is_not_cut(fixed):
-    space, left_out = Space(GPT3, 2048, 64, 512, 8, fixed=fixed).within(1)
+    space, left_out = Space(GPT3, 2048, 64, Plan(global_batch=512), 8, fixed).within(1)
     axis, value = next(iter(fixed.items()))
     tried = {getattr(choice, axis) for each in space.layouts() if not space.refusal(each)
              for choice in space.choices(each)}  # fmt: skip
@@ -75,7 +76,7 @@ def test_what_would_fit_keeps_what_is_held(capsys):
     enough = int(line.split("it would fit on ")[1])
     fixed = {"tp": 2, "zero": 0, "recompute": "none"}
     assert search(GPT3, 2048, A100, enough, 512, fixed=fixed).running
-    assert enough > Space(GPT3, 2048, 32, 512, 8).gpus_needed(A100)
+    assert enough > Space(GPT3, 2048, 32, Plan(global_batch=512), 8).gpus_needed(A100)
 
 
 def test_nothing_to_release(capsys):

@@ -19,8 +19,7 @@ from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
+from cs336_systems.host.console import console, format_bytes, format_count, format_seconds, options
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 PASSES = ("forward", "backward", "recompute")
@@ -35,11 +34,9 @@ class Topics(click.Group):
             return found
         if cmd_name not in QUESTIONS:
             raise UserError(f"nothing is called {cmd_name!r}; choose from {', '.join([*self.commands, *QUESTIONS])}")
-        title = f"A question of the course: {QUESTIONS[cmd_name].title}\n\nIts numbers: {defaults(cmd_name)}"
-        numbers = click.Argument(["numbers"], nargs=-1, metavar="[NAME=VALUE]...")
-        return click.Command(
-            cmd_name, params=[numbers], help=title, callback=lambda numbers: _answer(cmd_name, numbers)
-        )
+        about = f"A question of the course: {QUESTIONS[cmd_name].title}\n\nIts numbers: {defaults(cmd_name)}"
+        given = click.Argument(["numbers"], nargs=-1, metavar="[NAME=VALUE]...")
+        return click.Command(cmd_name, params=[given], help=about, callback=lambda numbers: _answer(cmd_name, numbers))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, rows in self.listed().items():
@@ -64,14 +61,14 @@ def command(context: click.Context) -> None:
         table = Table.grid(padding=(0, 2))
         for row in chain.from_iterable(command.listed().values()):
             table.add_row(*row)
-        console.console().print(table)
+        console().print(table)
 
 
 @command.command("step")
 @request_options
 def step_command(**given: Any) -> None:
     """The time of a step: from the model's FLOPs to each of its seconds."""
-    request, screen = take_request(given), console.console()
+    request, screen = take_request(given), console()
     numbers, tables = explain_step(request)
     screen.print(request.lines())
     print_page(screen, "explain_step", numbers, tables, indent=3)
@@ -84,7 +81,7 @@ def step_command(**given: Any) -> None:
 @options(ModelOptions)
 def grids_command(ranks: int, tokens: int, **given: Any) -> None:
     """Tensor parallelism in one, two and three dimensions: a block's forward, rank by rank."""
-    config, screen = take(ModelOptions, given).model_config(), console.console()
+    config, screen = take(ModelOptions, given).model_config(), console()
     table = new_table(["grid", "FLOPs", "received", "held", "in buffers"])
     for grid in grids(ranks):
         try:
@@ -92,7 +89,7 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
         except UserError as error:
             table.add_row(grid.name, str(error))
             continue
-        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers)))
+        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received / ranks, cost.held, cost.buffers)))
     screen.print(
         f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Per rank, in elements, not "
         "bytes: received; held (operands and results); most in buffers at once."
@@ -104,7 +101,7 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
 
 
 def _answer(name: str, numbers: tuple[str, ...]) -> None:
-    screen, text = console.console(), question(name, **parse_numbers(numbers)).markdown()
+    screen, text = console(), question(name, **parse_numbers(numbers)).markdown()
     if screen.is_terminal:
         screen.print(Markdown(text))
     else:

@@ -21,8 +21,7 @@ from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, che
 from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds, options, setting
+from cs336_systems.host.console import console, format_seconds, options, setting
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # factor, too long or too short, that no constants explain
@@ -44,10 +43,7 @@ class FitOptions:
 
 @click.command("fit")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@options(FitOptions)
-@options(MachineOptions)
-@options(ModelOptions)
-@options(PlanOptions)
+@options(FitOptions, MachineOptions, ModelOptions, PlanOptions)
 @click.pass_context
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
@@ -64,13 +60,13 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
-    names = dict.fromkeys(each.id for each in found)
+    names = dict.fromkeys(each.run.id for each in found)
     if missing := [pattern for pattern in asked.leave_out if not fnmatch.filter(names, pattern)]:
         raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
-    apart = [each for each in found if any(fnmatch.fnmatch(each.id, pattern) for pattern in asked.leave_out)]
+    apart = [each for each in found if any(fnmatch.fnmatch(each.run.id, pattern) for pattern in asked.leave_out)]
     fitted = [each for each in found if each not in apart]
     result = fit(fitted, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
-    screen = console.console()
+    screen = console()
     parts = {"notes": _notes(found), "constants": constants_table(result)}
     parts["observations"] = observations_table(result, fitted, apart)
     print_page(screen, "fit", summary(result, fitted, apart), parts)
@@ -85,7 +81,7 @@ def _prior(machine: MachineOptions, system: System | None, found: Sequence[Obser
         return load_constants(machine.constants)
     if system and system.measured:
         return system.constants
-    stacks = [each.stack for each in found if each.stack]
+    stacks = [each.run.plan.stack for each in found]
     return STACKS[max(stacks, key=stacks.count)].own() if stacks else CONSTANTS
 
 
@@ -93,8 +89,8 @@ def _notes(found: Sequence[Observation]) -> str:
     """Assumptions about runs, each listed once."""
     notes: dict[str, dict[str, None]] = {}
     for each in found:
-        for note in each.notes:
-            notes.setdefault(note, {})[each.id] = None
+        for note in each.run.notes:
+            notes.setdefault(note, {})[each.run.id] = None
     return "\n".join(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())
 
 
@@ -127,10 +123,10 @@ def observations_table(result: Calibration, fitted: Sequence[Observation], apart
     """Table of each measured time, and the errors of its predictions."""
     rows: list[list[str]] = []
     for each, *logs in zip(fitted, result.before, result.after, result.left_out, strict=True):
-        rows.append([each.id, each.what, format_seconds(each.seconds), *(f"{exp(log) - 1:+.1%}" for log in logs)])
+        rows.append([each.run.id, each.what, format_seconds(each.seconds), *(f"{exp(log) - 1:+.1%}" for log in logs)])
     for each in apart:
         before, after = (f"{exp(log_ratio(each, used)) - 1:+.1%}" for used in (result.prior, result.constants))
-        rows.append([each.id, each.what, format_seconds(each.seconds), before, "", after])
+        rows.append([each.run.id, each.what, format_seconds(each.seconds), before, "", after])
     columns = ["~run", "<what", "measured", "before", "after", "if left out"]
     return new_table(columns, rows, "Predicted against measured")
 
@@ -142,11 +138,11 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
     summed = ((name, *summed_up(exp(log) - 1 for log in logs)) for name, logs in ways)
     texts = (f"{size:.1%} {name} (worst {abs(worst):.0%})" for name, size, _, worst in summed)
-    stacks = dict.fromkeys(each.stack for each in (*fitted, *apart) if each.stack)
+    stacks = dict.fromkeys(each.run.plan.stack for each in (*fitted, *apart))
     pairs = zip(fitted, result.after, strict=True)
-    far = [f"{each.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]
+    far = [f"{each.run.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]
     return {
-        "machines": ", ".join(dict.fromkeys(each.machine for each in (*fitted, *apart))),
+        "machines": ", ".join(dict.fromkeys(each.run.system.name for each in (*fitted, *apart))),
         "stacks": ", ".join(stacks) if len(stacks) > 1 else None,
         "count": len(fitted),
         "means": ", ".join(texts),
@@ -166,7 +162,7 @@ def _record(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any
         "relative_uncertainty": {name: exp(each) - 1 for name, each in result.deviation.items()},
         "from_the_data": {name: result.determined(name) for name in result.which},
         "to": [
-            {"id": each.id, "what": each.what, "measured_s": each.seconds, "predicted_s": each.seconds * exp(log)}
+            {"id": each.run.id, "what": each.what, "measured_s": each.seconds, "predicted_s": each.seconds * exp(log)}
             for each, log in zip(fitted, result.after, strict=True)
         ],
     }

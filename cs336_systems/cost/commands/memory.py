@@ -3,18 +3,17 @@
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
-from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
+from cs336_systems.cost.plan_memory import peak_bytes, rank_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
+from cs336_systems.cost.step_time import fullest_stages
 from cs336_systems.cost.template import fill_file
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes
+from cs336_systems.host.console import console, format_bytes
 
 
 @click.command("memory")
@@ -51,11 +50,11 @@ def command(as_json: bool, **given: Any) -> None:
     if as_json:
         print_json({**request.record(), **found})
     else:
-        _print(console.console(), request, stages, found)
+        _print(request, stages, found)
 
 
-def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
-    pp, need, room = request.plan.pp, found["peak_bytes"], found["room_bytes"]
+def _print(request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
+    screen, pp, need, room = console(), request.plan.pp, found["peak_bytes"], found["room_bytes"]
     places = {0: "first", pp - 1: "last"}
     titles = [f"stage {stage} ({places.get(stage, 'between')})" for stage in stages] if pp > 1 else ["each rank"]
     rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in next(iter(stages.values()))]

@@ -8,33 +8,34 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table
+from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import flag
+from cs336_systems.host.console import console, flag
 from cs336_systems.presets import model_preset
 
 SEED = "seed"  # the preset of the notebook
 MACHINE = "A100-40GB"  # the machine of the notebook's data sheet
 OPERATORS = 5  # side by side at most
-KINDS: dict[nb.Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
-    "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
-    "missing": ("What the notebook leaves out", ["what is right"]),
-    "text": ("What its code says, and what it printed: the output is of an older version", ["the code", "the output"]),
-}
 
 
-def asked_notebook(context: click.Context) -> nb.Notebook | None:
-    """The notebook, which has its own sizes; None for another preset. Raises UserError for options that it lacks."""
+def printed_notebook(context: click.Context, as_json: bool) -> bool:
+    """Print the notebook, if its preset is asked for. Raises UserError for options beside it: it has its own sizes."""
     if context.params["size"].lower() != SEED:
-        return None
+        return False
     given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     if strange := sorted(given - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
-    return nb.Notebook()
+    notebook = nb.Notebook()
+    if as_json:
+        differences = [asdict(each) for each in nb.DIFFERENCES]
+        print_json({"rows": nb.as_records(notebook), "differences": differences, "layer": compared(notebook)})
+    else:
+        print_notebook(console(), notebook)
+    return True
 
 
 def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
@@ -61,8 +62,8 @@ def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
     for each in tables:
         screen.print(f"{each.title}: share of communication in the forward time {each.communication!r}")
 
-    for kind, (title, columns) in KINDS.items():
-        grid = Table("", *columns, "effect", title=title, title_justify="left", show_lines=True)
+    for kind, head in nb.KINDS.items():
+        grid = Table("", *head["columns"], "effect", title=head["title"], title_justify="left", show_lines=True)
         for found in (each for each in nb.DIFFERENCES if each.kind == kind):
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
@@ -82,18 +83,10 @@ def _grid(columns: list[str], title: str) -> Table:
     return grid
 
 
-def notebook_records(notebook: nb.Notebook) -> dict[str, Any]:
-    """The notebook's page for a program."""
-    differences = [asdict(each) for each in nb.DIFFERENCES]
-    return {"rows": nb.as_records(notebook), "differences": differences, "layer": compared(notebook)}
-
-
 def compared(notebook: nb.Notebook) -> list[dict[str, Any]]:
     """A layer's sums by notebook and model, both with scores in memory, dropout and sequence parallelism."""
-    sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")}
-    one = model_preset("gpt3-175b").override(
-        num_layers=1, context_length=notebook.seq, attention="naive", dropout=0.1, **sizes
-    )
+    sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")} | {"num_layers": 1}
+    one = model_preset("gpt3-175b").override(context_length=notebook.seq, attention="naive", dropout=0.1, **sizes)
     plan = Plan(tp=notebook.tp, sequence=notebook.tp > 1, micro_batch=notebook.batch, global_batch=notebook.batch)
     part = timed_part(one, plan, notebook.seq, "dense", system_preset(MACHINE))
     ahead, back, operators = part.forward, part.backward, [each.operator for each in part.operators]

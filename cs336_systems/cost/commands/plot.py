@@ -74,8 +74,7 @@ def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> Non
 )  # fmt: skip
 @click.option("--zero", default=1, show_default=True, type=click.IntRange(0, 3), help="ZeRO stage.")
 @stack_option
-@options(MachineOptions)
-@options(ModelOptions)
+@options(MachineOptions, ModelOptions)
 def scaling_command(
     out: Path, batch_size: int, per_gpu: int, least: int, most: int, fixed: tuple[str, ...], zero: int,
     stack: StackName | None, **given: Any,

@@ -12,14 +12,14 @@ from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.template import fill_file
-from cs336_systems.host import console
+from cs336_systems.host.console import console, finite, run_command
 
 
 @click.command("probe")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write it to, for --machine-file of the others.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
 @click.option(
-    "--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=console.finite,
+    "--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=finite,
     help="Seconds to measure, about.",
 )  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
@@ -30,7 +30,7 @@ def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: flo
     system = probe_here(budget, device)
     if out:
         write_json(out, system.record())
-    screen = console.console()
+    screen = console()
     screen.print(figures(system))
     used = f"--machine-file {out}" if out else "--system here (or keep it: probe --out FILE)"
     screen.print(f"predict for it: python -m cs336_systems.cost step {used}")
@@ -51,4 +51,4 @@ def figures(system: System) -> Table:
 main = command  # the name by which `benchmarks.all` finds what it runs
 
 if __name__ == "__main__":
-    sys.exit(console.run_command(main))
+    sys.exit(run_command(main))

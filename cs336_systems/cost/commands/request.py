@@ -93,7 +93,7 @@ def take(settings: type, given: dict[str, Any]) -> Any:
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that gives a command the options of a request."""
-    return options(ModelOptions)(options(PlanOptions)(options(MachineOptions)(function)))
+    return options(ModelOptions, PlanOptions, MachineOptions)(function)
 
 
 def take_request(given: dict[str, Any]) -> Request:

@@ -12,13 +12,12 @@ from cs336_systems.cost.commands.request import as_options, plan_options, plural
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES
+from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, Space, placement
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
+from cs336_systems.host.console import console, format_bytes, format_count, format_seconds, options, progress
 
 SECONDS = 400e-6  # estimate for a configuration, until the first ones are timed
 SHOWN = 6  # values of one choice, and reasons, that are printed
@@ -27,9 +26,7 @@ _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placem
 
 
 @click.command("search")
-@options(ModelOptions)
-@options(SearchOptions)
-@options(MachineOptions)
+@options(ModelOptions, SearchOptions, MachineOptions)
 @tokens_option
 @json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
@@ -41,8 +38,8 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     config = config.override(kernels=STACKS[stack].kernels)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
-    layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
-    with console.progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
+    layouts = len(Space(config, seq, asked.gpus, Plan(global_batch=asked.batch_size), system.node, fixed).layouts())
+    with progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
         found = search(
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
             limit=asked.limit, advance=advance, stack=stack, fp8=fp8,
@@ -52,7 +49,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(_record(found, request))
     else:
-        screen, best = console.console(), found.best[0]
+        screen, best = console(), found.best[0]
         print_search(screen, found, model.title, request.command(best), request.training(best))
         print_warnings(screen, warnings(best.step.config, best.plan, seq, system))
 
@@ -140,7 +137,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
         reasons.append(f"  {plural(sum(count for _, count in more), 'plan')}: {len(more)} more reasons")
     values = {
         "parameters": sum(count_parameters(space.config).values()),
-        "sequences": plural(space.global_batch, "sequence"),
+        "sequences": plural(space.base.global_batch, "sequence"),
         "room": usable_memory(system),
         "starred": "" if narrow and any(map(_other_order, found.best)) else None,
         "expected": describe_range(found.best[0].step),

@@ -4,7 +4,6 @@ from typing import Any
 
 import click
 from rich.bar import Bar
-from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.capacity import describe_parts
@@ -16,8 +15,7 @@ from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.cost.template import fill_file
-from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
+from cs336_systems.host.console import console, format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 
@@ -35,8 +33,14 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
         found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
     if as_json:
         print_json({**request.record(), **found})
-    else:
-        _print(console.console(), request, step, found)
+        return
+    # Counted in full, attention has FLOPs that a fused kernel leaves out: it may be faster than the peak.
+    screen, kernels = console(), found["losses"]["kernels"]
+    values = found | {"slower": kernels >= 0, "lost": abs(kernels), "expected": describe_range(step)}
+    screen.print(request.lines())
+    tables = {"breakdown": _breakdown(step, screen.width), "results": _results(request, found)}
+    print_page(screen, "step", values, tables)
+    print_warnings(screen, found["warnings"])
 
 
 def hfu(step: StepTime) -> float:
@@ -72,16 +76,6 @@ def step_record(request: Request, step: StepTime) -> dict[str, Any]:
         "memory_room_bytes": usable_memory(request.system),
         "warnings": request.warnings(),
     }
-
-
-def _print(screen: Console, request: Request, step: StepTime, found: dict[str, Any]) -> None:
-    # Counted in full, attention has FLOPs that a fused kernel leaves out: it may be faster than the peak.
-    kernels = found["losses"]["kernels"]
-    values = found | {"slower": kernels >= 0, "lost": abs(kernels), "expected": describe_range(step)}
-    screen.print(request.lines())
-    tables = {"breakdown": _breakdown(step, screen.width), "results": _results(request, found)}
-    print_page(screen, "step", values, tables)
-    print_warnings(screen, found["warnings"])
 
 
 def _breakdown(step: StepTime, width: int) -> Table:

@@ -5,10 +5,9 @@ from itertools import groupby
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.notebook_page import asked_notebook, notebook_records, print_notebook
+from cs336_systems.cost.commands.notebook_page import printed_notebook
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
@@ -16,8 +15,7 @@ from cs336_systems.cost.operator_time import TimedPart, Timing
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count
+from cs336_systems.host.console import console, format_bytes, format_count
 
 WIDE = 120  # characters of the whole table; a narrower screen leaves out the columns marked with `?`
 COLUMNS = (*("operator", "FLOPs", "?MiB", "?FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "?weights", "?<sends"),)
@@ -34,22 +32,33 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
 
     `--preset seed` prints the roofline notebook that the model grew from, to the last digit, and its mistakes.
     """
-    if notebook := asked_notebook(context):
-        if as_json:
-            print_json(notebook_records(notebook))
-        else:
-            print_notebook(console.console(), notebook)
+    if printed_notebook(context, as_json):
         return
     request = take_request(given)
     parts = request.timed(stage_groups(request.config, Plan(), 0))  # of the whole model, as on one stage
     if as_json:
         groups = []
         for each in parts:
-            operators, total = [one.record() for one in each.operators], part_totals(request, each)
-            groups.append({"group": each.name, "times": each.times, "operators": operators, "total": total})
+            records, total = [one.record() for one in each.operators], part_totals(request, each)
+            groups.append({"group": each.name, "times": each.times, "operators": records, "total": total})
         print_json({**request.record(), "groups": groups, "total": model_totals(request, parts)})
-    else:
-        _print(console.console(), request, parts)
+        return
+    screen, plan, operators = console(), request.plan, [each.operator for part in parts for each in part.operators]
+    narrow, used = screen.width < WIDE, {each.verb for one in operators for each in one.sent + one.returned}
+    verbs = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
+    whole = least_forward_flops(request.config, plan.micro_batch, request.seq)
+    values = {
+        "moved": "FLOPs" if narrow else "FLOPs, MiB",
+        "wide": WIDE if narrow else None,
+        "verbs": verbs if not narrow and plan.tp * plan.cp * plan.ep > 1 else None,
+        "ranks": plan.tp * plan.cp,
+        "whole": whole,
+        "per_token": whole / (plan.micro_batch * request.seq),
+    }
+    screen.print(request.lines())
+    tables = {"operators": _operator_table(request, parts, narrow), "totals": _totals_table(request, parts, narrow)}
+    print_page(screen, "table", values, tables)
+    print_warnings(screen, request.warnings())
 
 
 def part_totals(request: Request, part: TimedPart) -> dict[str, float]:
@@ -73,26 +82,6 @@ def model_totals(request: Request, parts: Sequence[TimedPart]) -> dict[str, floa
         every = [one.operator for part in parts for one in part.operators]
         sums["weights"] -= next(each.weights for each in every if each.name == "logits")
     return sums
-
-
-def _print(screen: Console, request: Request, parts: Sequence[TimedPart]) -> None:
-    plan, narrow = request.plan, screen.width < WIDE
-    operators = [each.operator for part in parts for each in part.operators]
-    used = {each.verb for one in operators for each in one.sent + one.returned}
-    verbs = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
-    whole = least_forward_flops(request.config, plan.micro_batch, request.seq)
-    values = {
-        "moved": "FLOPs" if narrow else "FLOPs, MiB",
-        "wide": WIDE if narrow else None,
-        "verbs": verbs if not narrow and plan.tp * plan.cp * plan.ep > 1 else None,
-        "ranks": plan.tp * plan.cp,
-        "whole": whole,
-        "per_token": whole / (plan.micro_batch * request.seq),
-    }
-    screen.print(request.lines())
-    tables = {"operators": _operator_table(request, parts, narrow), "totals": _totals_table(request, parts, narrow)}
-    print_page(screen, "table", values, tables)
-    print_warnings(screen, request.warnings())
 
 
 def _operator_table(request: Request, parts: Sequence[TimedPart], narrow: bool) -> Table:

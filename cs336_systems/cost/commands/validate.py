@@ -14,16 +14,11 @@ from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.runs import KEYS, PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
-from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes
+from cs336_systems.host.console import console, format_bytes
 
-HEADS = {
-    "required": "Required keys of a run:",
-    "others": "Others, and what is taken where they are absent, null, 0 or not understood:",
-}
 EPILOG = "\n\n".join(
     "\n".join(["\b", head, *(f"  {key}: {meaning}" for key, meaning in KEYS[part].items())])
-    for part, head in HEADS.items()
+    for part, head in KEYS["heads"].items()
 )
 
 
@@ -40,7 +35,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     runs = read_runs(file or PUBLISHED)
     if constants:
         runs = [run.under(load_constants(constants)) for run in runs]
-    remarks, screen = console.console(stderr=True), console.console()
+    remarks, screen = console(stderr=True), console()
     for run in runs:
         for note in notes(run):
             remarks.print(f"note: {run.id}: {note}")

@@ -36,15 +36,12 @@ _CHECK = "optimizer-unscale-and-check-inf"  # this timer includes the wait for t
 
 @dataclass(frozen=True)
 class Observation:
-    """Measured seconds of one thing, and their prediction given the constants; `notes` are assumptions on the run."""
+    """Measured seconds of one thing in a run, and their prediction given the constants."""
 
-    id: str
+    run: TrainingRun
     what: What
     seconds: float
     predict: Callable[[Constants], float]
-    machine: str = ""
-    notes: tuple[str, ...] = ()
-    stack: str = ""
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
@@ -95,7 +92,7 @@ def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
 def observe_step(run: TrainingRun) -> Iterator[Observation]:
     """The step of a run, if it was measured."""
     if run.seconds:
-        yield _observation(run, "step", run.seconds, run.seconds_by)
+        yield Observation(run, "step", run.seconds, run.seconds_by)
 
 
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
@@ -108,7 +105,7 @@ def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) 
         each = [stage_seconds(run.config, run.plan, run.seq, one, system) for one in stages]
         return run.plan.microbatches * max(sum(spent) - spent.messages for spent in each)
 
-    return _observation(run, "compute", seconds, predict)
+    return Observation(run, "compute", seconds, predict)
 
 
 def observe_timers(
@@ -134,16 +131,12 @@ def observe_timers(
         yield observe_compute(run, (ahead + back) / 1e3, over_ranks)
     summed = next((milliseconds[name] for name in _GRADIENTS if milliseconds.get(name)), None)
     if summed and plan.replicas > 1 and plan.overlap == "none" and not plan.zero:
-        yield _observation(run, "gradients", summed / 1e3, reduced)
+        yield Observation(run, "gradients", summed / 1e3, reduced)
     stepped = milliseconds.get("optimizer", 0.0) - milliseconds.get(_CHECK, 0.0)
     if stepped > 0:
-        yield _observation(
+        yield Observation(
             run, "optimizer", stepped / 1e3, lambda used: optimizer_seconds(*last, run.under(used).system)
         )
-
-
-def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
-    return Observation(run.id, what, seconds, predict, run.system.name, run.notes, run.plan.stack)
 
 
 def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:

@@ -18,7 +18,7 @@ takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide tho
 
 from dataclasses import dataclass
 from math import isqrt, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cs336_systems.errors import UserError
 
@@ -56,20 +56,13 @@ class Grid:
         return {"1d": (q, q, q), "3d": (q * q, q * q, q), "tesseract": (q * depth, q, q)}.get(self.kind, (q, q, q))
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """One product or several, in elements and FLOPs."""
 
-    ranks: int
     flops: int  # on a rank
-    received: int  # from other ranks, by all ranks together
+    received: int  # from other ranks, by all ranks together: not all layers of a 2.5d grid receive the same
     held: int  # on a rank: its parts of both operands and the result
     buffers: int  # further elements while a rank computes, for the largest product
-
-    @property
-    def received_by_each(self) -> float:
-        """Elements that a rank receives, on average: not all layers of a 2.5d grid receive the same."""
-        return self.received / self.ranks
 
 
 def product_cost(grid: Grid, m: int, k: int, n: int, gathers: bool = True) -> Cost:
@@ -88,7 +81,7 @@ def product_cost(grid: Grid, m: int, k: int, n: int, gathers: bool = True) -> Co
         "tesseract": ((q - 1) * (a + depth * b), (a // depth + b + c // depth) // q**2, (a // depth + b) // q**2),
         "3d": ((q - 1) * every, every // q**3, every // q**2 - every // q**3),
     }.get(grid.kind, square)
-    return Cost(grid.ranks, 2 * m * k * n // grid.ranks, received, held, buffers)
+    return Cost(2 * m * k * n // grid.ranks, received, held, buffers)
 
 
 def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
@@ -100,8 +93,8 @@ def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
     """
     shapes = ((d_model, 3 * d_model), (d_model, d_model), (d_model, d_ff), (d_ff, d_model))
     each = [product_cost(grid, rows, k, n, gathers=not index % 2) for index, (k, n) in enumerate(shapes)]
-    flops, received, held = (sum(getattr(cost, name) for cost in each) for name in ("flops", "received", "held"))
-    return Cost(grid.ranks, flops, received, held, max(cost.buffers for cost in each))
+    flops, received, held, buffers = zip(*each, strict=True)
+    return Cost(sum(flops), sum(received), sum(held), max(buffers))
 
 
 def grids(ranks: int) -> tuple[Grid, ...]:

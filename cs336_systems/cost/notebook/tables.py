@@ -105,16 +105,11 @@ def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -
     return Operator(name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, tensor_cores=True)
 
 
-def activation(config: Notebook, name: str, elements: int) -> Operator:
-    """GELU, counted as one FLOP per element. Only one of dX and dY is counted as moved."""
-    size = elements * config.element_bytes
-    return Operator(name, elements, elements, read=size, written=size, kept=size, gradients=size)
-
-
-def dropout(config: Notebook, name: str, elements: int) -> Operator:
-    """A product with a mask, which is what is kept. Only one of dX and dY is counted as moved."""
-    size, mask = elements * config.element_bytes, elements * config.mask_bytes
-    return Operator(name, elements, elements, read=size, read_other=mask, written=size, kept=mask, gradients=size)
+def elementwise(config: Notebook, name: str, elements: int, masked: bool = True) -> Operator:
+    """Dropout, a product with a mask, which is what is kept; or GELU, without one, counted as one FLOP per element.
+    Only one of dX and dY is counted as moved."""
+    size, mask = elements * config.element_bytes, elements * config.mask_bytes * masked
+    return Operator(name, elements, elements, size, size, kept=mask or size, gradients=size, read_other=mask)
 
 
 def layer_norm(config: Notebook, name: str, rows: int) -> Operator:
@@ -154,10 +149,10 @@ def mlp_operators(config: Notebook) -> tuple[Operator, ...]:
     rows, hidden = config.batch * config.seq, config.d_ff // config.tp
     return (
         replace(linear(config, "fc1", config.d_model, hidden, bias=True), backward_collective="reducescatter"),
-        activation(config, "act", rows * hidden),
-        dropout(config, "dpr1", rows * hidden),
+        elementwise(config, "act", rows * hidden, masked=False),
+        elementwise(config, "dpr1", rows * hidden),
         replace(linear(config, "fc2", hidden, config.d_model, bias=True), forward_collective="reducescatter"),
-        replace(dropout(config, "dpr2", rows // config.tp * config.d_model), backward_collective="allgather"),
+        replace(elementwise(config, "dpr2", rows // config.tp * config.d_model), backward_collective="allgather"),
     )
 
 
@@ -170,10 +165,10 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
         replace(linear(config, "qkv_proj", config.d_model, 3 * own_width, False), backward_collective="reducescatter"),
         logits(config, "logits", heads),
         softmax(config, "softmax", config.batch * heads * config.seq),
-        dropout(config, "dropout_softmax", config.batch * heads * config.seq**2),
+        elementwise(config, "dropout_softmax", config.batch * heads * config.seq**2),
         attend(config, "attend", heads),
         replace(linear(config, "v_proj", own_width, config.d_model, True), forward_collective="reducescatter"),
-        replace(dropout(config, "dropout", own_rows * config.d_model), backward_collective="allgather"),
+        replace(elementwise(config, "dropout", own_rows * config.d_model), backward_collective="allgather"),
         replace(layer_norm(config, "layer_norm_2", own_rows), forward_collective="allgather"),
     )
 
@@ -272,4 +267,6 @@ class Difference:
     effect: str
 
 
-DIFFERENCES = tuple(Difference(**each) for each in read_data("notebook/differences")["difference"])
+_TEXTS = read_data("notebook/differences")
+KINDS: dict[Kind, Any] = _TEXTS["kinds"]  # title and columns of the table of a kind
+DIFFERENCES = tuple(Difference(**each) for each in _TEXTS["difference"])

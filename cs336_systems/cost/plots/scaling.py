@@ -4,14 +4,16 @@ Strong scaling keeps the batch, so that each accelerator has less to do. Weak sc
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
-from cs336_systems.cost.search_space import RECOMPUTES, refused
+from cs336_systems.cost.search_space import RECOMPUTES
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
@@ -38,18 +40,11 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
             continue
         asked = study.base.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
         model, plan = STACKS[asked.stack].shape(study.config, asked)
-        if refused(lambda: plan.check(model, study.seq)):  # noqa: B023
-            continue
-        for recompute in RECOMPUTES:
-            config = replace(model, recompute=recompute)
-            if fits(config, plan, study.seq, study.system):
-                yield config, plan
-
-
-def best(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> StepTime | None:
-    """The fastest step of these plans; None if none fits."""
-    steps = (step_time(*each, study.seq, study.system) for each in plans(study, gpus, batch, pairs))
-    return min(steps, key=lambda step: step.total, default=None)
+        with suppress(UserError):  # it does not divide
+            for recompute in RECOMPUTES:
+                config = replace(model, recompute=recompute)
+                if fits(config, plan, study.seq, study.system):
+                    yield config, plan
 
 
 def curves(
@@ -60,10 +55,10 @@ def curves(
     widths, depths = ([1 << k for k in range(n.bit_length())] for n in (study.system.node, study.config.num_layers))
     lines = {"best": [(tp, pp) for tp in widths for pp in depths]}
     lines |= {f"tp {tp}, pp {pp}": [(tp, pp)] for tp, pp in fixed}
-    found = {}
-    for name, pairs in lines.items():
-        steps = ((gpus, best(study, gpus, batch, pairs)) for gpus, batch in zip(counts, batches, strict=True))
-        found[name] = {gpus: step for gpus, step in steps if step}
+    found: dict[str, dict[int, StepTime]] = {name: {} for name in lines}
+    for name, (gpus, batch) in product(lines, zip(counts, batches, strict=True)):
+        steps = [step_time(*each, study.seq, study.system) for each in plans(study, gpus, batch, lines[name])]
+        found[name] |= {gpus: min(steps, key=lambda step: step.total)} if steps else {}
     if not found["best"]:
         raise UserError(
             f"on {counts[0]} to {counts[-1]} x {study.system.name} no plan of tp, pp and dp fits a batch of "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cs336_systems.cost.domain import MACHINES
@@ -75,21 +76,13 @@ def name_lines(axes: Any) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places of labels at least `gap` apart, as near to the given places as their order allows. Neighbours that are too
-    close share one block, centred on where they belong."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    blocks: list[tuple[float, list[int]]] = []  # (centre, who)
-    for who in order:
-        centre, members = places[who], [who]
-        while blocks and centre - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
-            before, those = blocks.pop()
-            centre = (before * len(those) + centre * len(members)) / (len(those) + len(members))
-            members = those + members
-        blocks.append((centre, members))
-    found = [0.0] * len(places)
-    for centre, members in blocks:
-        for number, who in enumerate(members):
-            found[who] = centre + gap * (number - (len(members) - 1) / 2)
+    """Places of labels at least `gap` apart, with the least sum of squared distances to the given ones, in their order:
+    an isotonic regression, by the max-min formula (Robertson, Wright and Dykstra, 1988)."""
+    order, found = sorted(range(len(places)), key=places.__getitem__), [0.0] * len(places)
+    wanted = [places[who] - gap * number for number, who in enumerate(order)]  # these must not decrease
+    for number, who in enumerate(order):
+        ends = range(number + 1, len(places) + 1)
+        found[who] = gap * number + max(min(fmean(wanted[a:b]) for b in ends) for a in range(number + 1))
     return found
 
 
