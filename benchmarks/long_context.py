@@ -16,8 +16,8 @@ import click
 
 from benchmarks.allreduce_plot import name_ticks
 from benchmarks.harness import ratios
+from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.scaling_measure import Answer
 from benchmarks.lib.scaling_record import make_record
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
 from benchmarks.lib.sheets import MARK, groups, time
@@ -46,11 +46,6 @@ NOTE = (
 class LongContextSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
-    words = (
-        ("--context ", "--contexts "),
-        ("--size or --micro-batch-size", "--size or --contexts"),
-        ("raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size", "lower --contexts"),
-    )
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
     cp: tuple[int, ...] = setting((2, 4), "Context-parallel ranks; may be repeated.", type=click.IntRange(2))
     attention: Attention = setting("sdpa", "Implementation of attention.")
@@ -59,6 +54,13 @@ class LongContextSettings(LayoutOptions):
     rounds: int = setting(3, "Turns of each candidate.", type=COUNT)
     steps: int = setting(2, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(1, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The trainer's words in messages, and this command's."""
+        advice = "raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size"
+        sizes = "--size or --micro-batch-size"
+        return {"--context ": "--contexts ", sizes: "--size or --contexts", advice: "lower --contexts"}
 
     def layouts(self) -> list[Layout]:
         """One rank and the three ways, at every length. Raises UserError for a length that does not divide."""
@@ -84,7 +86,7 @@ def layout_record(settings: LongContextSettings, layout: Layout, alone: Layout |
     }  # fmt: skip
     record, seen = make_record("long_context", layout, alone, peak, settings, what), layout.stages[0]
     of_attention = ((each, n) for each, n in seen.traffic.items() if each.axis == "cp")
-    predicted = record.predicted | {"live_bytes": sum(seen.peak.values()), "activations_bytes": seen.activations}
+    predicted = record.predicted | {"live_bytes": sum(seen.peak.values())}
     predicted["sent_bytes"] = sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in of_attention)
     if alone is None or not record.samples_ms:
         return replace(record, predicted=predicted)
@@ -160,7 +162,7 @@ def main(**options: Any) -> None:
     if here.world_size > 1:
         raise UserError("this benchmark starts its ranks itself: run it without torchrun")
     if settings.smoke:
-        settings = replace(settings, contexts=(64,), cp=(2,), rounds=1, steps=1)
+        settings = settings.smaller(contexts=(64,), cp=(2,), rounds=1, steps=1)
     study = Study(settings, settings.layouts(), here)
     if missing := [each.wrong for each in study.layouts if each.unsupported]:
         raise UserError(missing[0])

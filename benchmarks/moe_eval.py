@@ -8,6 +8,7 @@ both` lets the sorted formulation take turns with it. Weights are random: only t
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,17 @@ import torch
 
 from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls, make_record
-from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
+from benchmarks.harness import noise, take_turns
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
+from benchmarks.lib.expert_model import RUN, TAGS
+from benchmarks.lib.expert_scores import Blocks, How, Scorer, Tally
 from benchmarks.lib.options import RankOptions
+from benchmarks.lib.scaling_record import crowded
 from benchmarks.rank_times import line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.cost import experts as cost
 from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -71,17 +76,14 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
     def config(self) -> ModelConfig:
         """The model. Raises UserError for one that cannot be."""
         shape = preset(self.size).model.override(
-            vocab_size=self.vocab_size,
-            context_length=self.context,
-            d_model=self.d_model,
-            d_ff=4 * self.d_model if self.d_model else None,
-            num_layers=self.num_layers,
-            dropout=0.0,
-        )
+            vocab_size=self.vocab_size, context_length=self.context, d_model=self.d_model,
+            d_ff=4 * self.d_model if self.d_model else None, num_layers=self.num_layers, dropout=0.0,
+        )  # fmt: skip
         if not shape.causal:
             raise UserError(f"{self.size} is no language model: it sees the words that it would be asked for")
-        options = replace(self, moe="sort" if self.variants()[0] == "sort" else "einsum")
-        return options.with_experts(shape) if shape.num_experts or self.num_experts else shape
+        if not (shape.num_experts if self.num_experts is None else self.num_experts):
+            raise UserError(f"{self.size} has no experts to evaluate: set --num-experts")
+        return replace(self, moe=self.variants()[0]).with_experts(shape)
 
     def variants(self) -> tuple[Dispatch, ...]:
         """The formulations, in the order in which they take turns."""
@@ -100,12 +102,9 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
     def sizes(self, config: ModelConfig, ranks: int) -> dict[str, int]:
         """The mesh. Raises UserError, with the numbers, for a layout that cannot be."""
         check_divides(config, self.tp)
-        ep = self.ep
-        if ep is None:
-            ep = min(max(1, ranks // self.tp), config.num_experts or 1)
+        ep = self.ep or min(max(1, ranks // self.tp), config.num_experts)
         check_experts(config, ep)
-        sizes = mesh_sizes(ranks, self.tp, 1, ep)
-        return {axis: sizes[axis] for axis in ("pp", "dp", "ep", "tp")}  # a sequence is not split here
+        return mesh_sizes(ranks, self.tp, 1, ep)
 
     def blocks(self, config: ModelConfig) -> Blocks:
         """The end of the text. Raises UserError where it is shorter than one block."""
@@ -114,32 +113,59 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
         return Blocks(kept.tokens, config.context_length, kept.name)
 
 
-def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
-    """Results of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
-    variants = settings.variants()
+def play(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Tally]:
+    """Counts of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
     for _ in range(settings.warmup):
-        for dispatch in variants:
-            scorer.take(0, scorer.new_tally(dispatch), settings.words)
-    tallies = [scorer.new_tally(dispatch) for dispatch in variants]
-    with console.progress("batches", batches * len(variants), quiet=quiet) as advance:
-        for number in range(batches):
-            for tally in tallies:
-                line_up(scorer.mesh.world, scorer.device)
-                scorer.take(number, tally, settings.words)
-                advance(tally.dispatch)
-    return [scorer.share(tally) for tally in tallies]
-
-
-def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[list[Calls]]:
-    """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
-    found = []
-    with console.progress("profile", len(settings.variants()), quiet=quiet) as advance:
         for dispatch in settings.variants():
-            folder = settings.folder() / dispatch if settings.profiled else None
-            about = {"size": f"{settings.size}, {dispatch}", "device": scorer.device.type}
-            found.append(count_calls(scorer, dispatch, batches, settings.words, folder, about))
-            advance(dispatch)
-    return found
+            scorer.take(0, scorer.new_tally(dispatch), settings.words)
+    tallies = [scorer.new_tally(dispatch) for dispatch in settings.variants()]
+
+    def turn(tally: Tally) -> None:
+        line_up(scorer.mesh.world, scorer.device)
+        scorer.take(len(tally.laps), tally, settings.words)
+
+    take_turns({tally.dispatch: partial(turn, tally) for tally in tallies}, batches, quiet=quiet)
+    return tallies
+
+
+def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> dict[str, list[list[Calls]]]:
+    """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
+
+    def count(dispatch: Dispatch) -> list[Calls]:
+        folder = settings.folder() / dispatch if settings.profiled else None
+        about = {"size": f"{settings.size}, {dispatch}", "device": scorer.device.type}
+        return count_calls(scorer, dispatch, batches, settings.words, folder, about)
+
+    return take_turns({dispatch: partial(count, dispatch) for dispatch in settings.variants()}, 1, quiet=quiet)
+
+
+def make_record(
+    scorer: Scorer, settings: MoEEvalSettings, tally: Tally, ranks: list[Calls], stamp: dict[str, Any]
+) -> Record:
+    """The record of a formulation, of whose calls each of `ranks` has counted its own. Every rank calls this."""
+    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
+    samples, metrics = scorer.share(tally)
+    what = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {
+        "seed": 0, "in_turn_with": [each for each in settings.variants() if each != tally.dispatch],
+        "moe": tally.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
+        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
+        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
+        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(samples),
+        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
+    }  # fmt: skip
+    names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
+    times = [(each.get("wait all-to-all", [0, 0])[1], each[RUN][1]) for each in ranks]
+    metrics["waiting"] = [wait / run for wait, run in times]  # share of the evaluation, in all-to-alls
+    metrics["calls"] = {name: [each.get(name, [0, 0])[0] for each in ranks] for name in names}
+    predicted: dict[str, Any] = {}
+    if sizes["ep"] > 1:
+        config = replace(config, mixture=replace(mixture, dispatch=tally.dispatch))
+        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
+        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, DTYPES[settings.precision].itemsize)
+    flags = noise(metrics)
+    if scorer.device.type == "cpu" and (note := crowded(mesh.world.size(), stamp["threads"])):
+        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
+    return Record("moe_eval", what, stamp, samples, metrics, predicted, flags)
 
 
 def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
@@ -149,43 +175,38 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
         mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
-        rows, dtype = settings.batch_size, DTYPES[settings.precision]
-        scorer = Scorer(config, blocks, mesh, device, dtype, rows, free)
-        batches = min(settings.batches, blocks.batches(mesh.data.size(), rows))
-        outcomes = take_turns(scorer, settings, batches, quiet)
-        every = profile(scorer, settings, min(batches, PROFILED), quiet)
+        scorer = Scorer(config, blocks, mesh, device, DTYPES[settings.precision], settings.batch_size, free)
+        batches = min(settings.batches, blocks.batches(mesh.data.size(), settings.batch_size))
+        tallies = play(scorer, settings, batches, quiet)
+        counted = profile(scorer, settings, min(batches, PROFILED), quiet)
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
+        records = [make_record(scorer, settings, each, counted[each.dispatch][0], stamp) for each in tallies]
         agree("the traces are written", "", group)
         if settings.profiled and not place.one_machine:
             for dispatch in settings.variants():
                 collect_files(settings.folder() / dispatch, group, device)
         if quiet:
             return
-        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
-        chosen = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {"seed": 0}
-        records = []
-        for outcome, ranks in zip(outcomes, every, strict=True):
-            chosen["in_turn_with"] = [each for each in settings.variants() if each != outcome.dispatch]
-            records.append(make_record(scorer, outcome, ranks, chosen, dtype.itemsize, stamp))
-        report(settings, scorer, outcomes, records)
+        report(settings, scorer, len(tallies[0].blocks), records)
     recorder = settings.recorder("moe_eval", device)
     recorder.keep(*records)
     recorder.tell()
 
 
-def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
-    """Print and write the results of all ranks, on rank 0."""
+def report(settings: MoEEvalSettings, scorer: Scorer, scored: int, records: list[Record]) -> None:
+    """Print and write the results of all ranks, on rank 0; `scored` is the number of blocks."""
     blocks, config, out = scorer.blocks, scorer.config, console.console()
     print(
         f"{settings.size}, random weights: {config.num_layers} layers, {config.expert_layers} of them with "
         f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
     )
     print(
-        f"{blocks.name}: {len(outcomes[0].blocks)} of {blocks.count} blocks of {blocks.context} tokens, "
+        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, "
         f"{settings.batch_size} a batch for each of {scorer.mesh.data.size()} ranks with other blocks "
         f"({scorer.mesh or 'one process'})"
     )
-    for outcome in outcomes:
-        print(f"{outcome.dispatch}: {score(outcome.metrics)}")
+    for record in records:
+        print(f"{record.config['moe']}: {score(record.metrics)}")
     show(evaluations(records), records)
     if len(records) > 1:
         einsum, sort = records[0].metrics, records[1].metrics

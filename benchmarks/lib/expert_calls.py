@@ -1,4 +1,4 @@
-"""Calls and times by name that the profiler counts during an evaluation; the published numbers; the record.
+"""Calls and times by name that the profiler counts during an evaluation; the published numbers.
 
 fairseq's eval_lm was profiled on a 15B mixture of experts: four V100 evaluated five batches of one block of 2048 tokens
 each, 12 layers, every second with 512 experts, of which a rank has 128. Every matrix product of that is determined
@@ -9,21 +9,16 @@ The figures are those of the published table of rank 1.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness import noise
-from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, TAGS, WITH, WITHOUT, tagged
-from benchmarks.lib.expert_scores import How, Outcome, Scorer
-from benchmarks.lib.scaling_record import affinity
+from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, tagged
+from benchmarks.lib.expert_scores import How, Scorer
 from benchmarks.rank_times import line_up
-from benchmarks.records import Record
 from cs336_systems.comm import agree
-from cs336_systems.cost import experts as cost
 from cs336_systems.presets import Dispatch, ModelConfig
 from cs336_systems.profiling import Capture
 from cs336_systems.profiling.capture import quiet_profiler
@@ -125,33 +120,3 @@ def calls_of(run: profile) -> Calls:
 def spread(counts: Sequence[int]) -> str:
     """`7,740`, or `7,740 to 7,800` where ranks differ."""
     return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
-
-
-def make_record(
-    scorer: Scorer, outcome: Outcome, ranks: list[Calls], chosen: dict[str, Any], width: int, stamp: dict[str, Any]
-) -> Record:
-    """The record of a formulation. `chosen` are options that it quotes, `width` the bytes of a number, `stamp` is the
-    machine's environment."""
-    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
-    what: dict[str, Any] = chosen | {
-        "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
-        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
-        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
-        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(outcome.samples_ms),
-        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
-    }  # fmt: skip
-    names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
-    times = [(each.get("wait all-to-all", [0, 0])[1], each.get(RUN, [0, 0])[1]) for each in ranks]
-    metrics = outcome.metrics | {
-        "waiting": [wait / run if run else 0.0 for wait, run in times],  # of the evaluation, in all-to-alls
-        "calls": {name: [each.get(name, [0, 0])[0] for each in ranks] for name in names},
-    }
-    predicted: dict[str, Any] = {}
-    if config.num_experts and sizes["ep"] > 1:
-        config = replace(config, mixture=replace(mixture, dispatch=outcome.dispatch))
-        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
-        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, width)
-    flags = noise(metrics)
-    if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
-        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
-    return Record("moe_eval", what, stamp, outcome.samples_ms, metrics, predicted, flags)

@@ -14,6 +14,7 @@ from cs336_systems.comm import Group, agree
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
+from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.host.console import PATIENCE, format_bytes, setting
 from cs336_systems.layout import MAPPED
@@ -127,6 +128,15 @@ class Bench:
 
     def __init__(self, config: ModelConfig, skew: float, group: Group) -> None:
         self.group, self.skew, self.tokens = group, skew, config.context_length
+        # Weights, tokens in three copies, the router's scores, and a sorted pass's rows before and after each product.
+        weights, rows = 2 * config.expert_d_ff * config.num_experts // group.size(), config.mixture.top_k * self.tokens
+        need = (weights + 3 * self.tokens + 2 * rows) * config.d_model + self.tokens * config.num_experts
+        need, have = ITEM * (need + 2 * rows * config.expert_d_ff), room(group, DEVICE)
+        if need > have:
+            raise UserError(
+                f"{self.tokens} tokens and {config.num_experts} experts need {format_bytes(need)} on each of "
+                f"{group.size()} ranks, where {format_bytes(have)} are usable: choose fewer --tokens or --experts"
+            )
         self.layer = build_layer(config, group)
         common = torch.randn(config.d_model, generator=torch.Generator().manual_seed(0))
         own = torch.Generator().manual_seed(1 + group.rank())

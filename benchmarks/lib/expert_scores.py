@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from cs336_systems.presets import Dispatch, ModelConfig
 How = Literal["fast", "slow"]
 Words = list[tuple[int, float]]  # each with its log-probability in nats
 NO_BLOCK = -1  # the number of a row that is padding, which is the last
-SEPARATOR = " | "  # between a collective's verb and its label
 EXTREME = 0.2  # of the experts: the most and the least loaded
 
 
@@ -99,18 +98,8 @@ class Tally:
     wanted: Tensor  # (layers top_k experts), choices
     kept: Tensor  # (layers top_k), of them
     blocks: dict[int, float] = field(default_factory=dict)  # the score of each, in nats
-    words: Words = field(default_factory=list)
     laps: list[tuple[float, ...]] = field(default_factory=list)  # of a batch: scoring, reading, CPU, of that in experts
-    collectives: dict[str, list[int]] = field(default_factory=dict)  # times and bytes, by verb and label
-
-
-class Outcome(NamedTuple):
-    """Results of a formulation on all ranks: scores of blocks, milliseconds of batches, and the record's metrics."""
-
-    dispatch: Dispatch
-    blocks: dict[int, float]
-    samples_ms: list[float]
-    metrics: dict[str, Any]
+    sent: list[int] = field(default_factory=list)  # bytes of each all-to-all that carries tokens
 
 
 class Scorer:
@@ -156,57 +145,49 @@ class Scorer:
     def take(self, number: int, tally: Tally, how: How) -> None:
         """Score a batch in the tally's formulation, and read its words."""
         use(self.model, self.experts, tally.dispatch)
-        self.layers_cpu = 0.0
-        cpu, begun = time.process_time(), now(self.device)
+        self.layers_cpu, cpu, begun = 0.0, time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)
         sums = log_probs.sum(1)
         scored, cpu = now(self.device), time.process_time() - cpu
-        for event in events:
-            entry = tally.collectives.setdefault(f"{event.verb}{SEPARATOR}{event.label}", [0, 0])
-            entry[:] = entry[0] + 1, entry[1] + event.nbytes
+        tally.sent += [event.nbytes for event in events if event.label in ("dispatch", "combine")]
         assert known.targets is not None
         assert known.rows is not None
         if tally.dispatch == "sort" and bool((known.targets != IGNORED).any()):
             loads = [layer.load for layer in self.experts.layers() if layer.load is not None]
-            for layer, load in enumerate(loads):
-                tally.wanted[layer] += load.wanted
-                tally.kept[layer] += load.kept
+            tally.wanted += torch.stack([load.wanted for load in loads])
+            tally.kept += torch.stack([load.kept for load in loads])
         reading = now(self.device)
-        tally.words += READERS[how](targets, log_probs, known.targets)
+        READERS[how](targets, log_probs, known.targets)
         tally.laps.append((scored - begun, now(self.device) - reading, cpu, self.layers_cpu))
         tally.blocks |= dict(zip(known.rows.tolist(), sums.tolist(), strict=True))
         tally.blocks.pop(NO_BLOCK, None)
 
-    def share(self, tally: Tally) -> Outcome:
-        """Combine the results of all ranks, the same on each. Every rank must call this. Raises WrongResultError for a
-        score that is not finite."""
+    def share(self, tally: Tally) -> tuple[list[float], dict[str, Any]]:
+        """(milliseconds of the batches, metrics) of all ranks, the same on each; `tally` then has all blocks. Every
+        rank must call this. Raises WrongResultError for a score that is not finite."""
         load = {}
-        if tally.dispatch == "sort" and self.config.num_experts:
+        if tally.dispatch == "sort":
             for total in (tally.wanted, tally.kept):
                 all_reduce(total.view(-1), self.mesh.data, "load", "sum").wait()
             load = summarise_load(tally.wanted.cpu(), tally.kept.cpu())
         if not math.isfinite(score := sum(tally.blocks.values())):
             raise WrongResultError(f"{tally.dispatch}: the score is {score}; no speed reported")
-        mine = {"laps": tally.laps, "collectives": tally.collectives, "blocks": list(tally.blocks.items())}
-        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine, allow_nan=False), self.mesh.world)]
-        blocks = dict(sorted(pair for rank in ranks for pair in rank.pop("blocks")))
-        tokens, score = sum(map(self.blocks.targets, blocks)), math.fsum(blocks.values())
-        laps = np.array([rank["laps"] for rank in ranks])  # (rank batch 4), seconds
-        scoring, reading, cpu, layers_cpu = np.moveaxis(laps, 2, 0)
+        mine = json.dumps([tally.laps, tally.sent, list(tally.blocks.items())], allow_nan=False)
+        ranks = [json.loads(said) for said in agree("evaluation", mine, self.mesh.world)]
+        tally.blocks = dict(sorted(pair for *_, blocks in ranks for pair in blocks))
+        tokens, score = sum(map(self.blocks.targets, tally.blocks)), math.fsum(tally.blocks.values())
+        scoring, reading, cpu, layers_cpu = np.moveaxis(np.array([laps for laps, *_ in ranks]), 2, 0)  # (rank batch)
         samples = (1e3 * scoring.max(axis=0)).tolist()
         seconds, without = (each.sum(axis=1).max() for each in (scoring + reading, scoring))  # of the slowest rank
-        rows = [f"all-to-all{SEPARATOR}{label}" for label in ("dispatch", "combine")]  # that carry tokens
-        sent = [rank["collectives"][name] for rank in ranks for name in rows if name in rank["collectives"]]
-        metrics = summarise(samples) | load | {
+        sent = [nbytes for _, sizes, _ in ranks for nbytes in sizes]
+        return samples, summarise(samples) | load | {
             "loss": -score / tokens / math.log(2), "perplexity": math.exp(-score / tokens), "score": score,  # bits
             "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
             "cpu_ms_per_batch": 1e3 * cpu.mean(),
-            "cpu_ms_per_layer": 1e3 * layers_cpu.mean() / max(1, self.config.expert_layers),
-            "bytes_per_all_to_all": sum(nbytes for _, nbytes in sent) / sum(n for n, _ in sent) if sent else None,
-            "collectives": [rank["collectives"] for rank in ranks],
+            "cpu_ms_per_layer": 1e3 * layers_cpu.mean() / self.config.expert_layers,
+            "bytes_per_all_to_all": sum(sent) / len(sent) if sent else None,
         }  # fmt: skip
-        return Outcome(tally.dispatch, blocks, samples, metrics)
 
 
 def summarise_load(wanted: Tensor, kept: Tensor) -> dict[str, float]:

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
+from importlib import import_module
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import click
 
 from benchmarks.gate import compare_steps
 from benchmarks.harness import WrongResultError, take_turns
+from benchmarks.lib.launcher import Answer, Launcher
 from benchmarks.lib.options import COUNT, RankOptions, Recorder
-from benchmarks.lib.scaling_measure import Answer, Launcher, measure_peak, take_turn
+from benchmarks.lib.scaling_measure import measure_peak, take_turn
 from benchmarks.lib.sheets import groups, show
 from benchmarks.records import Record
 from cs336_systems.comm import Place
@@ -37,16 +39,24 @@ PROBE_SECONDS = 0.3
 class LayoutOptions(RankOptions):
     """Options of a benchmark whose layouts take turns."""
 
-    words: ClassVar[tuple[tuple[str, str], ...]] = ()  # pairs: the trainer's words in messages, and this command's
     size: str = setting("tiny", "Model preset.")
     rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
 
-    def reworded(self, error: UserError) -> str:
-        """The trainer's message, with the names of this command's options."""
-        return reduce(lambda said, names: said.replace(*names), self.words, str(error))
+    @property
+    def words(self) -> dict[str, str]:
+        """The trainer's words in messages, and this command's."""
+        return {}
+
+    def reworded(self, error: UserError) -> UserError:
+        """The trainer's error, with the names of this command's options."""
+        return UserError(reduce(lambda said, names: said.replace(*names), self.words.items(), str(error)))
+
+    def smaller(self, **less: Any) -> Self:
+        """Other values, of a smoke run, for those of these options that have their defaults."""
+        return replace(self, **{name: less[name] for name in less if getattr(self, name) == getattr(type(self), name)})
 
     def joined_by(self, ranks: int) -> str:
         """The backend of so many ranks, for records."""
@@ -133,7 +143,9 @@ class Study:
             try:
                 require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
             except UserError as error:
-                raise UserError(settings.reworded(error)) from None
+                raise settings.reworded(error) from None
+        if here.world_size == 1 and device.type == "cpu":
+            import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
         self.launcher = Launcher(here, device.type)
 
     def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:

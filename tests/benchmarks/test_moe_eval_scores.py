@@ -48,15 +48,13 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
         tally, words = scorer.new_tally(mixture.dispatch), {}
         for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
             scorer.take(number, tally, "fast")
-            for block in scorer.blocks.numbers(number, mesh.data.rank(), mesh.data.size(), rows):
-                count = scorer.blocks.targets(block)
-                words[block] = [log_prob for _, log_prob in tally.words[:count]]
-                del tally.words[:count]
-        outcome = scorer.share(tally)
+            known, _, log_probs = scorer.log_probs(number)
+            for block, line in zip(known.rows.tolist(), log_probs.tolist(), strict=True):
+                words[block] = line[: scorer.blocks.targets(block)]
+        _, metrics = scorer.share(tally)
         found[name] = {
-            "score": outcome.metrics["score"], "tokens": outcome.metrics["tokens"],
-            "blocks": list(outcome.blocks.items()),
-            "load": {name: value for name, value in outcome.metrics.items() if name in LOAD},
+            "score": metrics["score"], "tokens": metrics["tokens"], "blocks": list(tally.blocks.items()),
+            "load": {name: value for name, value in metrics.items() if name in LOAD},
             "log_probs": [each for each in words.items() if each[0] != NO_BLOCK],
         }  # fmt: skip
     with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:

@@ -77,15 +77,13 @@ def test_every_layout_is_recorded_beside_one_rank(measured):
     assert two.config | {"tp": 1, "pp": 2, "dp": 1, "ranks": 2, "global_batch_size": 2, "base": "1x1x1"} == two.config
     assert two.environment | {"world_size": 2, "backend": "shm", "threads": 1} == two.environment
     for record in records.values():
-        assert len(record.samples_ms) == record.metrics["rounds"] == 1
+        assert len(record.samples_ms) == 1
         world = record.config["ranks"]
         assert {len(values) for values in record.metrics["timers_ms"].values()} == {world}
         assert len(record.metrics["memory_bytes"]) == world
         assert record.metrics["gpu_utilisation"] == [None] * world
-        assert record.metrics["affinity"]["ranks"] == world
         assert 0 < record.metrics["mfu"] == record.metrics["hfu"] < 1.1
         assert record.predicted["mean_ms"] > 0
-        assert len(record.metrics["losses"]) == 2
     assert one.predicted["bubble"] == one.metrics["bubble"] == 0
     assert two.predicted["bubble"] == 1 / 3
     assert 0 < two.metrics["bubble"] < 1
