@@ -15,16 +15,17 @@ from typing import Any
 import click
 
 from benchmarks.harness import noise, ratios, summarise, take_turns
-from benchmarks.lib.checkpoint_candidates import Bench, Candidate, ours, predict, theirs
+from benchmarks.lib.checkpoint_candidates import Bench, Candidate, candidates, predict
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.sheets import MARK, day, groups, machine, median, show
+from benchmarks.lib.sheets import MARK, day, groups, machine, median, show, time
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_seconds, setting
+from cs336_systems.host.console import format_bytes, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.train.__main__ import require_fit
@@ -46,20 +47,6 @@ class CheckpointSettings(ParallelSettings):
     context: int | None = setting(32, "Tokens in a sequence.", type=COUNT)
 
 
-def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank by candidate; they take turns."""
-
-    def turn(candidate: Candidate) -> float:
-        line_up(bench.group, bench.device)
-        milliseconds = bench.seconds(candidate.run) * 1e3
-        candidate.after()
-        return milliseconds
-
-    turns = {name: partial(turn, candidate) for name, candidate in rivals.items()}
-    samples = take_turns(turns, rounds, quiet=bench.group.rank() > 0)
-    return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
-
-
 def recipe_of(settings: CheckpointSettings, ranks: int, device: str) -> Recipe:
     """The run whose state is saved."""
     config = settings.config()
@@ -69,23 +56,31 @@ def recipe_of(settings: CheckpointSettings, ranks: int, device: str) -> Recipe:
 
 
 def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) -> list[Record]:
-    """The gate, then the turns: a record for every candidate."""
-    rivals, group, config = ours(bench) | theirs(bench), bench.group, bench.trainer.config
+    """The gate, then the turns, each of which counts as long as its slowest rank: a record for every candidate."""
+    rivals, group, config = candidates(bench), bench.group, bench.trainer.config
     for name, candidate in rivals.items():
         if candidate.load:
-            bench.check(name, candidate.save, candidate.load)
+            bench.check(name, candidate)
             if group.rank() == 0:
                 print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
     predicted = predict(bench)
-    samples = play(bench, rivals, settings.rounds)
-    records = []
+
+    def turn(candidate: Candidate) -> float:
+        line_up(group, bench.device)
+        milliseconds = bench.seconds(candidate.run) * 1e3
+        candidate.after()
+        return milliseconds
+
+    turns = {name: partial(turn, candidate) for name, candidate in rivals.items()}
+    mine = take_turns(turns, settings.rounds, quiet=group.rank() > 0)
+    samples = {name: gather_times(each, group, bench.device).amax(dim=0).tolist() for name, each in mine.items()}
+    records, shape = [], {"d_model": config.d_model, "layers": config.num_layers}
     for name, candidate in rivals.items():
-        metrics: dict[str, Any] = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
-        metrics |= {"bytes": bench.nbytes}
-        what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()}
-        what |= {"d_model": config.d_model, "layers": config.num_layers}
+        metrics = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
+        what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()} | shape
         expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
-        records.append(Record("checkpoints", what, stamp, samples[name], metrics, expected, noise(metrics)))
+        found = metrics | {"bytes": bench.nbytes}
+        records.append(Record("checkpoints", what, stamp, samples[name], found, expected, noise(metrics)))
     return records
 
 
@@ -98,10 +93,9 @@ def title(record: Record) -> str:
 def row(record: Record) -> list[str]:
     """One candidate."""
     metrics = record.metrics
-    predicted = format_seconds(record.predicted["mean_ms"] / 1e3) if record.predicted else ""
-    speed = f"{format_bytes(metrics['bytes'] / metrics['median_ms'] * 1e3)}/s"
-    quartiles = f"{metrics['ratio_low']:.2f} to {metrics['ratio_high']:.2f}"
-    return [record.config["candidate"], median(record), predicted, speed, f"{metrics['ratio_median']:.2f}", quartiles]
+    cells = [record.config["candidate"], median(record), time(record.predicted["mean_ms"]) if record.predicted else ""]
+    cells += [f"{format_bytes(metrics['bytes'] / metrics['median_ms'] * 1e3)}/s", f"{metrics['ratio_median']:.2f}"]
+    return [*cells, f"{metrics['ratio_low']:.2f} to {metrics['ratio_high']:.2f}"]
 
 
 def sheets(records: list[Record]) -> list[Table]:
@@ -113,12 +107,22 @@ def sheets(records: list[Record]) -> list[Table]:
     return found
 
 
+def require_room(settings: CheckpointSettings, place: Place) -> None:
+    """Raises UserError if a rank's part of the run does not fit."""
+    device, ranks = choose_device(settings.device), place.world_size
+    usable = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
+    try:
+        require_fit(recipe_of(settings, ranks, device.type), ranks, usable)
+    except UserError as error:
+        raise UserError(
+            f"{str(error).partition('; ')[0]}; choose a smaller --size, or fewer --layers or ranks"
+        ) from None
+
+
 def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
     device = choose_device(settings.device)
     recipe = recipe_of(settings, place.world_size, device.type)
-    usable = usable_memory(device) // (place.world_size if device.type == "cpu" else 1)
-    require_fit(recipe, place.world_size, usable)  # before the ranks join, since it observes one of them alone
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (
         distributed(device, settings.backend, settings.timeout, place) as group,
@@ -139,7 +143,7 @@ def work(place: Place, settings: CheckpointSettings) -> None:
 @console.options(CheckpointSettings)
 def main(**options: Any) -> None:
     """Time saving and loading a model and its optimizer's state; ways to save take turns. Print predictions, too."""
-    start(work, CheckpointSettings(**options), "checkpoints")
+    start(work, CheckpointSettings(**options), "checkpoints", require_room)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -36,11 +37,6 @@ class Candidate:
     after: Callable[[], object] = lambda: None
     load: Callable[[], object] | None = None
 
-    def save(self) -> None:
-        """Run it to its end."""
-        self.run()
-        self.after()
-
 
 class Bench:
     """A trainer after one step on every rank, its state as one dictionary, and the folder."""
@@ -51,7 +47,6 @@ class Bench:
         self.trainer.step(0)
         self.state = RunState(self.trainer)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
-        self.number = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the run by name and kind, as DCP and torch.save take them: the same on all ranks."""
@@ -69,60 +64,47 @@ class Bench:
         return now(self.device) - begin
 
     @torch.no_grad()
-    def check(self, name: str, save_it: Callable[[], object], load_it: Callable[[], object]) -> None:
+    def check(self, name: str, candidate: Candidate) -> None:
         """The gate: save, forget, load. Raises WrongResultError."""
         want = {key: tensor.clone() for key, tensor in self.tensors().items()}
-        save_it()
+        candidate.run()
+        candidate.after()
         agree("saved", "", self.group)
         for tensor in self.tensors().values():
             tensor.zero_()
-        load_it()
+        assert candidate.load is not None
+        candidate.load()
         got = self.tensors()
         if got.keys() != want.keys() or not all(torch.equal(got[key], want[key]) for key in want):
             raise WrongResultError(f"{name}: what was loaded is not what was saved")
 
-    def next(self) -> int:
-        """Number of the step to save, a new one each time."""
-        self.number += 1
-        return self.number
 
-
-def ours(bench: Bench) -> dict[str, Candidate]:
-    """`folder.save`, `Saver` with a thread, and verifying and restoring."""
-    parent = bench.folder / "ours"
+def candidates(bench: Bench) -> dict[str, Candidate]:
+    """`folder.save`, `Saver` with a thread, and verifying and restoring; PyTorch's distributed checkpoint; and
+    `torch.save` by rank 0."""
+    first, numbers = bench.group.rank() == 0, count(1)  # of the steps that are saved, a new one each time
+    parent, parent_dcp, file = bench.folder / "ours", bench.folder / "dcp", bench.folder / "state.pt"
     saver = Saver(parent, bench.group, background=True)
 
     def save_it() -> None:
-        save(parent, bench.next(), *bench.state.pieces(), {}, bench.group)
+        save(parent, next(numbers), *bench.state.pieces(), {}, bench.group)
 
     def begin() -> None:
-        saver.start(bench.next(), *bench.state.pieces(), {})
+        saver.start(next(numbers), *bench.state.pieces(), {})
 
     def load_it() -> None:
         bench.state.restore(open_checkpoint(list_checkpoints(parent)[-1], bench.group))
 
-    return {
-        OURS: Candidate(save_it, DCP_SAVE, load=load_it),
-        BACKGROUND: Candidate(begin, DCP_SAVE, saver.finish, load_it),
-        LOAD: Candidate(load_it, DCP_LOAD),
-    }
-
-
-def theirs(bench: Bench) -> dict[str, Candidate]:
-    """PyTorch's distributed checkpoint, and `torch.save` by rank 0."""
-    parent, file, first = bench.folder / "dcp", bench.folder / "state.pt", bench.group.rank() == 0
-
     def dcp_save() -> None:
-        dcp_save_state(bench.tensors(), checkpoint_id=parent / f"{bench.next():08d}")
+        dcp_save_state(bench.tensors(), checkpoint_id=parent_dcp / f"{next(numbers):08d}")
 
     def dcp_load() -> None:
-        dcp_load_state(bench.tensors(), checkpoint_id=max(parent.iterdir()))
+        dcp_load_state(bench.tensors(), checkpoint_id=max(parent_dcp.iterdir()))
 
     def forget() -> None:
         """Delete all but the newest two, as ours does."""
-        if first:
-            for folder in sorted(parent.iterdir())[:-2]:
-                shutil.rmtree(folder)
+        for folder in sorted(parent_dcp.iterdir())[:-2] if first else ():
+            shutil.rmtree(folder)
         agree("forgotten", "", bench.group)
 
     def torch_save() -> None:
@@ -136,6 +118,9 @@ def theirs(bench: Bench) -> dict[str, Candidate]:
             tensor.copy_(loaded[key])
 
     return {
+        OURS: Candidate(save_it, DCP_SAVE, load=load_it),
+        BACKGROUND: Candidate(begin, DCP_SAVE, saver.finish, load_it),
+        LOAD: Candidate(load_it, DCP_LOAD),
         DCP_SAVE: Candidate(dcp_save, DCP_SAVE, forget, dcp_load),
         DCP_LOAD: Candidate(dcp_load, DCP_LOAD),
         TORCH_SAVE: Candidate(torch_save, DCP_SAVE, load=torch_load),

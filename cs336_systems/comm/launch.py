@@ -81,6 +81,8 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 process = context.Process(target=_run, args=given)
                 process.start()
                 processes.append(process)
+                if told:  # hundreds take a while to start
+                    break
             failed = _first_failure(processes, told, patience)
         finally:
             for stop in (BaseProcess.terminate, BaseProcess.kill):

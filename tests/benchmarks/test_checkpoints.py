@@ -56,11 +56,11 @@ def gate_case(group, folder: str) -> list[str]:
             if key != but:
                 tensor.copy_(kept[key])
 
-    bench.check("right", keep, give_back)
+    bench.check("right", rivals.Candidate(keep, "", load=give_back))
     said = []
     for wrong in (lambda: None, lambda: give_back(but="embedding.tokens.weight/exp_avg_sq")):
         try:
-            bench.check("wrong", keep, wrong)
+            bench.check("wrong", rivals.Candidate(keep, "", load=wrong))
         except rivals.WrongResultError as error:
             said.append(str(error))
         give_back()
