@@ -114,9 +114,8 @@ def require_room(settings: CheckpointSettings, place: Place) -> None:
     try:
         require_fit(recipe_of(settings, ranks, device.type), ranks, usable)
     except UserError as error:
-        raise UserError(
-            f"{str(error).partition('; ')[0]}; choose a smaller --size, or fewer --layers or ranks"
-        ) from None
+        said = str(error).partition("; ")[0]  # what follows is advice for training
+        raise UserError(f"{said}; choose a smaller --size, or fewer --layers or ranks") from None
 
 
 def work(place: Place, settings: CheckpointSettings) -> None:

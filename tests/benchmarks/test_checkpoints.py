@@ -3,14 +3,16 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from benchmarks import checkpoints
+from benchmarks import checkpoints, parallel_run
 from benchmarks.lib import checkpoint_candidates as rivals
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
+from cs336_systems.host.console import run_command
 from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
 
@@ -40,6 +42,13 @@ def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
     assert records[rivals.DCP_SAVE].metrics["ratio_median"] == records[rivals.DCP_LOAD].metrics["ratio_median"] == 1.0
     (table,) = pages(tmp_path, "checkpoints", checkpoints.sheets)
     assert table.count("\n| ") == 2 + 7  # the head and its line
+
+
+def test_a_state_that_does_not_fit_is_refused_before_ranks_start(monkeypatch, capsys):
+    monkeypatch.setattr(parallel_run, "start_ranks", lambda *_: pytest.fail("started in vain"))
+    assert run_command(checkpoints.main, ["--device", "cpu", "--nproc", "100000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("are usable; choose a smaller --size, or fewer --layers or ranks")
 
 
 def gate_case(group, folder: str) -> list[str]:

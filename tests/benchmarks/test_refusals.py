@@ -102,6 +102,7 @@ REFUSED = {
         "--grid axbxc": "--grid has 'axbxc', which is no layout: write tp x pp x dp",
         "--micro-batch-size 64": "layout 1x1x1: a global batch of 16 sequences is not a multiple of",
         "--context 100000000": "are usable; choose fewer ranks in --grid, which share this memory, use --recompute",
+        "--grid 1x1x100000": "are usable; choose fewer ranks in --grid, which share this memory, use --recompute",
         "--grid ' ,'": "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2",
         "--grid 1x1x1,3x1x1": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4",
         "--grid 1x1x1,1x3x1": "layout 1x3x1: num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one",
