@@ -44,6 +44,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 # What makes a smoke run short, in place of what was said.
 SMOKE: dict[str, Any] = {"d_model": 16, "vocab_size": 256, "context": 32, "batches": 1, "num_experts": 8}
 KEPT = 0.1  # of the text, at its end, is what is evaluated
+RATIOS = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
+RATIOS |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
 
@@ -117,12 +119,12 @@ def play(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -
     """Counts of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
     for _ in range(settings.warmup):
         for dispatch in settings.variants():
-            scorer.take(0, scorer.new_tally(dispatch), settings.words)
-    tallies = [scorer.new_tally(dispatch) for dispatch in settings.variants()]
+            scorer.take(0, Tally(dispatch), settings.words)
+    tallies = [Tally(dispatch) for dispatch in settings.variants()]
 
     def turn(tally: Tally) -> None:
         line_up(scorer.mesh.world, scorer.device)
-        scorer.take(len(tally.laps), tally, settings.words)
+        scorer.take(len(tally.laps) // 4, tally, settings.words)
 
     take_turns({tally.dispatch: partial(turn, tally) for tally in tallies}, batches, quiet=quiet)
     return tallies
@@ -147,11 +149,10 @@ def make_record(
     samples, metrics = scorer.share(tally)
     what = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {
         "seed": 0, "in_turn_with": [each for each in settings.variants() if each != tally.dispatch],
-        "moe": tally.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
-        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
-        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
-        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(samples),
-        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
+        **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_experts", "vocab_size")},
+        **{name: getattr(mixture, name) for name in ("top_k", "eval_fraction", "capacity_factor")},
+        **{name: sizes[name] for name in ("tp", "ep", "dp")}, "ranks": mesh.world.size(), "moe": tally.dispatch,
+        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(samples),
     }  # fmt: skip
     names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
     times = [(each.get("wait all-to-all", [0, 0])[1], each[RUN][1]) for each in ranks]
@@ -187,15 +188,16 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
                 collect_files(settings.folder() / dispatch, group, device)
         if quiet:
             return
-        report(settings, scorer, len(tallies[0].blocks), records)
+        report(settings, scorer, records)
     recorder = settings.recorder("moe_eval", device)
     recorder.keep(*records)
     recorder.tell()
 
 
-def report(settings: MoEEvalSettings, scorer: Scorer, scored: int, records: list[Record]) -> None:
-    """Print and write the results of all ranks, on rank 0; `scored` is the number of blocks."""
+def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> None:
+    """Print and write the results of all ranks, on rank 0."""
     blocks, config, out = scorer.blocks, scorer.config, console.console()
+    scored = -(-records[0].metrics["tokens"] // blocks.context)
     print(
         f"{settings.size}, random weights: {config.num_layers} layers, {config.expert_layers} of them with "
         f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
@@ -206,13 +208,18 @@ def report(settings: MoEEvalSettings, scorer: Scorer, scored: int, records: list
         f"({scorer.mesh or 'one process'})"
     )
     for record in records:
-        print(f"{record.config['moe']}: {score(record.metrics)}")
+        found = record.metrics
+        whole, without = (
+            format_seconds(found["tokens"] / found[f"tokens_per_s{end}"]) for end in ("", "_without_words")
+        )
+        print(
+            f"{record.config['moe']}: loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; "
+            f"{found['tokens']:,} tokens in {whole}, without reading words {without}"
+        )
     show(evaluations(records), records)
     if len(records) > 1:
         einsum, sort = records[0].metrics, records[1].metrics
-        times = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
-        times |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
-        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in times.items() if sort[key])
+        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in RATIOS.items() if sort[key])
         print("einsum over sort: " + ", ".join(named))
     for record in records:
         if record.config["moe"] == "einsum":
@@ -223,22 +230,6 @@ def report(settings: MoEEvalSettings, scorer: Scorer, scored: int, records: list
     for dispatch in settings.variants() if settings.profiled else ():
         folder = settings.folder() / dispatch
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
-
-
-def score(found: dict[str, Any]) -> str:
-    """Loss, perplexity and speed, as eval_lm logs them, and how evenly the router chose."""
-    line = (
-        f"loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; {found['tokens']:,} tokens in "
-        f"{format_seconds(found['tokens'] / found['tokens_per_s'])}, without reading words "
-        f"{format_seconds(found['tokens'] / found['tokens_per_s_without_words'])}"
-    )
-    if "dropped" not in found:
-        return line
-    return line + (
-        f"; {found['dropped']:.2%} of all choices dropped ({found['dropped_first']:.2%} of first ones); the most "
-        f"loaded fifth of the experts has {found['most_loaded_share']:.1%} of the choices, the least "
-        f"{found['least_loaded_share']:.1%}; {found['unused_experts']:.1f} experts of a layer unused"
-    )
 
 
 def compared(record: Record) -> str:
@@ -254,7 +245,7 @@ def compared(record: Record) -> str:
 @click.command()
 @console.options(MoEEvalSettings)
 def main(**options: Any) -> None:
-    """Evaluate a language model with experts: loss, perplexity, speed, load balance, bytes sent, profile."""
+    """Evaluate a language model with experts: loss, perplexity, speed, bytes sent, profile."""
     settings, here = MoEEvalSettings(**options), find_place()
     if settings.smoke:
         settings = replace(settings, **SMOKE)

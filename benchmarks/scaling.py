@@ -37,9 +37,9 @@ from cs336_systems.host.text import printable
 from cs336_systems.presets import Precision, Recompute, preset
 from cs336_systems.schedule.lists import ScheduleName
 
-# What makes a smoke run short, in place of the defaults.
+# What makes a smoke run short, in place of the defaults; its batch fits four stages.
 SMOKE: dict[str, Any] = {"grid": "1x1x1,1x2x1", "context": 32, "rounds": 1, "steps": 1, "warmup": 1}
-SMOKE_BATCH: dict[str, Any] = {"micro_batch_size": 1, "global_batch_per_dp": 2}
+SMOKE |= {"micro_batch_size": 1, "global_batch_per_dp": 4}
 # A multiple of 128, to which tensor parallelism pads: all layouts then have the same logits to compute.
 VOCABULARY = 512
 
@@ -73,15 +73,9 @@ class ScalingSettings(LayoutOptions):
         return {" (--batch-size)": "", "raise --tp, --pp or --zero": more}
 
     def shortened(self, alone: bool) -> Self:
-        """The settings of a smoke run. The layouts of torchrun's ranks stay, and so does the batch where it or the grid
-        was changed, which have to fit each other."""
-        changed = (
-            self.grid != ScalingSettings.grid
-            or self.global_batch_size
-            or any(getattr(self, name) != getattr(ScalingSettings, name) for name in SMOKE_BATCH)
-        )
-        less = SMOKE | ({} if changed else SMOKE_BATCH)
-        return self.smaller(**(less if alone else less | {"grid": self.grid}))
+        """The settings of a smoke run: options that the user has changed stay, and so do layouts of torchrun's ranks."""
+        less = SMOKE | ({} if alone else {"grid": self.grid})
+        return self.smaller(**(less | {"global_batch_per_dp": None} if self.global_batch_size else less))
 
     def layouts(self, started: int) -> list[Layout]:
         """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks as it

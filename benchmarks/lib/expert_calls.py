@@ -7,7 +7,7 @@ The figures are those of the published table of rank 1.
 """
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, tagged
-from benchmarks.lib.expert_scores import How, Scorer
+from benchmarks.lib.expert_scores import How, Scorer, Tally
 from benchmarks.rank_times import line_up
 from cs336_systems.comm import agree
 from cs336_systems.presets import Dispatch, ModelConfig
@@ -24,7 +24,7 @@ from cs336_systems.profiling import Capture
 from cs336_systems.profiling.capture import quiet_profiler
 from cs336_systems.profiling.names import parse_collective, parse_tag, step_number
 
-Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
+Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all
 RANKS, BATCHES = 4, 5
 ALL_TO_ALL = "launch all-to-all"  # in the published table it is NCCL's kernel
 # Equal by construction; then what it depends on how one reads words and which torch it is.
@@ -77,7 +77,7 @@ def count_calls(
     """Score some batches under the profiler: each rank's calls, the same on every rank, all of which must call this.
     With a folder every rank leaves its trace there. Counts what `key_averages` does, without a Python object for each
     of hundreds of thousands of events."""
-    tally, world, device = scorer.new_tally(dispatch), scorer.mesh.world, scorer.device
+    tally, world, device = Tally(dispatch), scorer.mesh.world, scorer.device
 
     def score() -> None:
         line_up(world, device)
@@ -98,23 +98,22 @@ def count_calls(
 
 
 def calls_of(run: profile) -> Calls:
-    """Calls by name on the host, and the nanoseconds of what is no operator. Numbered collectives count by verb; steps
-    and modules, which only the merged trace shows, do not count."""
+    """Calls by name on the host, and the nanoseconds of all. Numbered collectives count by verb; steps and modules,
+    which only the merged trace shows, do not count."""
     assert run.profiler is not None
     assert run.profiler.kineto_results is not None
-    operators, found = Counter[str](), Calls()
+    found: Calls = defaultdict(lambda: [0, 0])
     for event in run.profiler.kineto_results.events():
         name = event.name()
-        if name.startswith("aten::"):
-            operators[name] += 1
-            continue
-        if collective := parse_collective(name):
-            name = f"{collective.action} {collective.verb}"
-        if event.device_type() == DeviceType.CPU and not parse_tag(name) and step_number(name) is None:
-            entry = found.setdefault(name, [0, 0])
-            entry[0] += 1
-            entry[1] += event.duration_ns()
-    return found | {name: [count, 0] for name, count in operators.items()}
+        if not name.startswith("aten::"):
+            if collective := parse_collective(name):
+                name = f"{collective.action} {collective.verb}"
+            if event.device_type() != DeviceType.CPU or parse_tag(name) or step_number(name) is not None:
+                continue
+        entry = found[name]
+        entry[0] += 1
+        entry[1] += event.duration_ns()
+    return found
 
 
 def spread(counts: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from cs336_systems.comm import Mesh
+from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.cost.experts import padded_rows
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import ExpertParallel, expert_parallel
@@ -58,17 +59,15 @@ def use(model: TransformerLM, experts: ExpertParallel, dispatch: Dispatch) -> No
 def needed_memory(config: ModelConfig, model: nn.Module, rows: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of a rank at the fullest moment, from above: its parameters (which may be on the meta device), and what
     one batch makes."""
-    seq, wide = config.context_length, max(4, dtype.itemsize)
-    tokens = rows * seq
+    seq, wide, tokens = config.context_length, max(4, dtype.itemsize), rows * config.context_length
     found = {
         "parameters": sum(p.numel() for p in model.parameters()) * wide,
         "logits": 3 * tokens * config.vocab_size * wide,
         "attention": 3 * rows * config.num_heads * seq**2 * wide if config.attention == "naive" else 0,
     }
-    if config.num_experts and config.mixture.dispatch == "einsum":
+    if config.mixture.dispatch == "einsum":
         slots = padded_rows(config, tokens, training=False)
-        found["one-hot tensors"] = ONE_HOT_COPIES * tokens * slots * wide
-        found["slots"] = 3 * slots * config.d_model * dtype.itemsize
+        found |= {"one-hot tensors": ONE_HOT_COPIES * tokens * slots * wide, "slots": 3 * slots * config.d_model * wide}
     return found
 
 
@@ -83,11 +82,10 @@ def build(
     plan = tensor_parallel(model, mesh.tp)
     experts = expert_parallel(model, mesh.ep, mesh.data)
     parts = needed_memory(config, model, rows, dtype)
-    if sum(parts.values()) > free:
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    if (need := sum(parts.values())) > free:
         raise UserError(
-            f"a batch of {rows} x {config.context_length} tokens needs {format_bytes(sum(parts.values()))} on a rank "
-            f"({listed}), but {format_bytes(free)} are free; lower --context or --batch-size"
+            f"a batch of {rows} x {config.context_length} tokens needs {format_bytes(need)} on a rank "
+            f"({describe_parts(parts)}), but {format_bytes(free)} are free; lower --context or --batch-size"
             + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
         )
     plan.init_weights(0, device)

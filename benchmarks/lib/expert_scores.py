@@ -2,11 +2,9 @@
 
 Block i goes to rank i mod ranks. All ranks take equally many batches of one shape, since each must enter every
 all-to-all: what is missing at the end is padding, whose targets count for nothing. The score is the sum of the
-log-probabilities of all targets. Each block's is summed in float64 by the rank that has it, and all are added up in the
-order of the blocks, so that it does not matter which rank had which.
+log-probabilities of all targets, in float64.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,15 +20,13 @@ from torch import Tensor
 
 from benchmarks.harness import WrongResultError, summarise
 from benchmarks.lib.expert_model import build, surround, use
-from benchmarks.rank_times import now
-from cs336_systems.comm import Mesh, agree, all_reduce, record
-from cs336_systems.data.corpus import IGNORED, Batch
+from benchmarks.rank_times import gather_times, now
+from cs336_systems.comm import Mesh, record
+from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.presets import Dispatch, ModelConfig
 
 How = Literal["fast", "slow"]
 Words = list[tuple[int, float]]  # each with its log-probability in nats
-NO_BLOCK = -1  # the number of a row that is padding, which is the last
-EXTREME = 0.2  # of the experts: the most and the least loaded
 
 
 class Blocks:
@@ -41,25 +37,16 @@ class Blocks:
         self.count = ceil((len(tokens) - 1) / context)
         padded = np.full((self.count + 1) * context + 1, IGNORED)  # not in torch: ranks are forked after this
         padded[: len(tokens)] = tokens
-        # Each block and the token after it; the last is padding.
+        # Each block and the token after it; number `count` is padding.
         self.rows = np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context]
-
-    def targets(self, block: int) -> int:
-        """Number of targets in a block."""
-        return int((self.rows[block, 1:] != IGNORED).sum())
 
     def batches(self, ranks: int, rows: int) -> int:
         """Batches of `rows` blocks that each of `ranks` ranks takes until all are scored."""
         return ceil(self.count / (ranks * rows))
 
-    def numbers(self, batch: int, rank: int, ranks: int, rows: int) -> list[int]:
-        """The blocks of a rank's batch, NO_BLOCK where there is none left."""
-        found = [rank + ranks * (batch * rows + row) for row in range(rows)]
-        return [number if number < self.count else NO_BLOCK for number in found]
-
     def batch(self, batch: int, rank: int, ranks: int, rows: int) -> Batch:
         """A rank's batch: tokens, targets and the mask of real tokens, (rows context), and the blocks' numbers."""
-        numbers = self.numbers(batch, rank, ranks, rows)
+        numbers = [min(rank + ranks * (batch * rows + row), self.count) for row in range(rows)]
         tokens, targets = (torch.from_numpy(self.rows[numbers, part]) for part in (slice(-1), slice(1, None)))
         real = targets != IGNORED
         return Batch(tokens * real, targets, torch.tensor(numbers), padding_mask=real)
@@ -95,10 +82,9 @@ class Tally:
     """Counts of one formulation on this rank, and its seconds per batch."""
 
     dispatch: Dispatch
-    wanted: Tensor  # (layers top_k experts), choices
-    kept: Tensor  # (layers top_k), of them
-    blocks: dict[int, float] = field(default_factory=dict)  # the score of each, in nats
-    laps: list[tuple[float, ...]] = field(default_factory=list)  # of a batch: scoring, reading, CPU, of that in experts
+    score: float = 0.0  # the sum of the targets' log-probabilities, in nats
+    tokens: int = 0
+    laps: list[float] = field(default_factory=list)  # of each batch: scoring, reading, CPU, of that in experts
     sent: list[int] = field(default_factory=list)  # bytes of each all-to-all that carries tokens
 
 
@@ -123,12 +109,6 @@ class Scorer:
         yield
         self.layers_cpu += time.process_time() - begun
 
-    def new_tally(self, dispatch: Dispatch) -> Tally:
-        """Make an empty tally."""
-        shape = self.config.expert_layers, self.config.mixture.top_k, self.config.num_experts
-        wanted = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        return Tally(dispatch, wanted, torch.zeros_like(wanted[..., 0]))
-
     @torch.no_grad()
     def log_probs(self, number: int) -> tuple[Batch, Tensor, Tensor]:
         """Score a batch: (it on the host, targets on the device, their log-probabilities in nats), each (rows seq);
@@ -148,59 +128,30 @@ class Scorer:
         self.layers_cpu, cpu, begun = 0.0, time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)
-        sums = log_probs.sum(1)
+        total = log_probs.sum()
         scored, cpu = now(self.device), time.process_time() - cpu
-        tally.sent += [event.nbytes for event in events if event.label in ("dispatch", "combine")]
         assert known.targets is not None
-        assert known.rows is not None
-        if tally.dispatch == "sort" and bool((known.targets != IGNORED).any()):
-            loads = [layer.load for layer in self.experts.layers() if layer.load is not None]
-            tally.wanted += torch.stack([load.wanted for load in loads])
-            tally.kept += torch.stack([load.kept for load in loads])
-        reading = now(self.device)
         READERS[how](targets, log_probs, known.targets)
-        tally.laps.append((scored - begun, now(self.device) - reading, cpu, self.layers_cpu))
-        tally.blocks |= dict(zip(known.rows.tolist(), sums.tolist(), strict=True))
-        tally.blocks.pop(NO_BLOCK, None)
+        tally.laps += [scored - begun, now(self.device) - scored, cpu, self.layers_cpu]
+        tally.sent += [event.nbytes for event in events if event.label in ("dispatch", "combine")]
+        tally.score += total.item()
+        tally.tokens += int(count_targets(known))
 
     def share(self, tally: Tally) -> tuple[list[float], dict[str, Any]]:
-        """(milliseconds of the batches, metrics) of all ranks, the same on each; `tally` then has all blocks. Every
-        rank must call this. Raises WrongResultError for a score that is not finite."""
-        load = {}
-        if tally.dispatch == "sort":
-            for total in (tally.wanted, tally.kept):
-                all_reduce(total.view(-1), self.mesh.data, "load", "sum").wait()
-            load = summarise_load(tally.wanted.cpu(), tally.kept.cpu())
-        if not math.isfinite(score := sum(tally.blocks.values())):
+        """(milliseconds of the batches, metrics) of all ranks, the same on each. Every rank must call this. Raises
+        WrongResultError for a score that is not finite."""
+        score, tokens = gather_times([tally.score, tally.tokens], self.mesh.data, self.device).sum(0).tolist()
+        if not math.isfinite(score):
             raise WrongResultError(f"{tally.dispatch}: the score is {score}; no speed reported")
-        mine = json.dumps([tally.laps, tally.sent, list(tally.blocks.items())], allow_nan=False)
-        ranks = [json.loads(said) for said in agree("evaluation", mine, self.mesh.world)]
-        tally.blocks = dict(sorted(pair for *_, blocks in ranks for pair in blocks))
-        tokens, score = sum(map(self.blocks.targets, tally.blocks)), math.fsum(tally.blocks.values())
-        scoring, reading, cpu, layers_cpu = np.moveaxis(np.array([laps for laps, *_ in ranks]), 2, 0)  # (rank batch)
-        samples = (1e3 * scoring.max(axis=0)).tolist()
-        seconds, without = (each.sum(axis=1).max() for each in (scoring + reading, scoring))  # of the slowest rank
-        sent = [nbytes for _, sizes, _ in ranks for nbytes in sizes]
-        return samples, summarise(samples) | load | {
+        laps = gather_times(tally.laps, self.mesh.world, self.device).view(self.mesh.world.size(), -1, 4)
+        scoring, reading, cpu, layers_cpu = laps.unbind(2)  # (rank batch)
+        samples = (1e3 * scoring.amax(0)).tolist()
+        seconds, without = (each.sum(1).max().item() for each in (scoring + reading, scoring))  # of the slowest rank
+        sent, times = gather_times([sum(tally.sent), len(tally.sent)], self.mesh.world, self.device).sum(0).tolist()
+        return samples, summarise(samples) | {
             "loss": -score / tokens / math.log(2), "perplexity": math.exp(-score / tokens), "score": score,  # bits
-            "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
-            "cpu_ms_per_batch": 1e3 * cpu.mean(),
-            "cpu_ms_per_layer": 1e3 * layers_cpu.mean() / self.config.expert_layers,
-            "bytes_per_all_to_all": sum(sent) / len(sent) if sent else None,
+            "tokens": int(tokens), "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
+            "cpu_ms_per_batch": 1e3 * cpu.mean().item(),
+            "cpu_ms_per_layer": 1e3 * layers_cpu.mean().item() / self.config.expert_layers,
+            "bytes_per_all_to_all": sent / times if times else None,
         }  # fmt: skip
-
-
-def summarise_load(wanted: Tensor, kept: Tensor) -> dict[str, float]:
-    """Balance of the experts' load, from (layers top_k experts) choices and (layers top_k) of them kept: the
-    share dropped, the shares on the most and least loaded fifth of the experts and how many nobody chose, the mean
-    over layers. fairseq (branch moe) logs the same."""
-    experts = wanted.sum(1).sort(dim=1, descending=True).values
-    few = math.ceil(EXTREME * experts.shape[1])
-    total = experts.sum(1)
-    return {
-        "dropped": 1 - float(kept.sum() / wanted.sum()),
-        "dropped_first": 1 - float(kept[:, 0].sum() / wanted[:, 0].sum()),
-        "most_loaded_share": float((experts[:, :few].sum(1) / total).mean()),
-        "least_loaded_share": float((experts[:, -few:].sum(1) / total).mean()),
-        "unused_experts": float((experts == 0).sum(1).double().mean()),
-    }

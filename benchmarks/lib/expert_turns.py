@@ -18,21 +18,12 @@ from benchmarks.lib.options import Recorder
 from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, distributed, find_place, record
-from cs336_systems.cost import Hardware
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import PeakMemory, device_name, environment
 from cs336_systems.model.routing import gate
 
 Lap = list[float]  # milliseconds of a turn: of the processor, the kernel's part of that, and by the clock
-
-
-def ceilings(group: Group, budget: float) -> Hardware:
-    """Rates that the slowest rank reaches while all run, each with its threads; a probe takes `budget` seconds."""
-    here = probe(DEVICE, "fp32", device_name(DEVICE), budget)
-    found = gather_times([here.matmul_flops, here.bandwidth, here.launch, here.first_touch], group, DEVICE)
-    least, most = found.amin(dim=0).tolist(), found.amax(dim=0).tolist()
-    return Hardware(here.name, least[0], least[1], here.source, launch=most[2], first_touch=most[3])
 
 
 def clocks() -> Lap:
@@ -114,7 +105,8 @@ def work(place: Place, settings: LayerSettings, benchmark: str, enter: Enter) ->
     torch.set_num_threads(1)  # idle ones would spin and add to CPU time
     with distributed(DEVICE, "gloo", settings.timeout, place) as group:
         ranks, steps = group.size(), settings.steps
-        hardware = ceilings(group, 0.02 if settings.smoke else 0.3)
+        # All ranks at once, each with its thread, as they are timed; the predictions are from the first one's.
+        hardware = probe(DEVICE, "fp32", device_name(DEVICE), 0.02 if settings.smoke else 0.3)
         candidates = enter(group, {"nodes": place.world_size // place.local_world_size})
         said = [each.way.predict(each.bench.tokens, ranks, hardware) for each in candidates]
         for each in candidates:

@@ -136,17 +136,16 @@ def smoke(monkeypatch, results: Path, *arguments: str) -> list[tuple]:
 def test_a_smoke_run_is_short_and_records_nothing(monkeypatch, capsys, tmp_path):
     found = smoke(monkeypatch, tmp_path / "none")
     gates, turns = [(2, 0, "fp32"), (2, 0, "fp32")], [(1, 1, "fp32"), (1, 1, "fp32")]
-    assert found == [(name, 2, *rest) for name, rest in zip(("1x1x1", "1x2x1") * 2, gates + turns, strict=True)]
+    assert found == [(name, 4, *rest) for name, rest in zip(("1x1x1", "1x2x1") * 2, gates + turns, strict=True)]
     out = capsys.readouterr().out
     assert "micro-batch 1 x 32" in out
 
 
 def test_a_smoke_run_keeps_what_is_given(monkeypatch, capsys, tmp_path):
     found = smoke(monkeypatch, tmp_path / "none", "--grid", "1x1x2", "--steps", "2", "--context", "16")
-    # The batch fits the layouts as it would in a whole study.
-    assert found == [("1x1x1", 32, 2, 0, "fp32"), ("1x1x2", 32, 2, 0, "fp32"), ("1x1x2", 32, 1, 2, "fp32")]
-    assert "micro-batch 4 x 16" in capsys.readouterr().out
-    assert [run[1] for run in smoke(monkeypatch, tmp_path / "none", "--micro-batch-size", "8")] == [16] * 4
+    assert found == [("1x1x1", 8, 2, 0, "fp32"), ("1x1x2", 8, 2, 0, "fp32"), ("1x1x2", 8, 1, 2, "fp32")]
+    assert "micro-batch 1 x 16" in capsys.readouterr().out
+    assert [run[1] for run in smoke(monkeypatch, tmp_path / "none", "--global-batch-size", "8")] == [8] * 4
     alone, started = (ScalingSettings().shortened(alone) for alone in (True, False))
     assert (alone.grid, started.grid) == ("1x1x1,1x2x1", ScalingSettings().grid)
 
