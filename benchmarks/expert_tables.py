@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.collective import size_name
 from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected, spread
-from benchmarks.lib.expert_model import DECODER
+from benchmarks.lib.expert_scores import DECODER
 from benchmarks.lib.sheets import machine, time
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
@@ -200,8 +200,8 @@ def about(records: list[Record]) -> str:
     return f"{machine(records[-1])}, {date}." + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)
 
 
-def show(table: Table, records: list[Record]) -> None:
+def show(make: Callable[[list[Record]], Table], records: list[Record]) -> None:
     """Print a table of records, and below it where they were measured."""
     out, where = console.console(), records[-1].environment
-    out.print(table.table())
+    out.print(make(records).table())
     out.print(f"{where['backend']} ranks of {where['threads']} thread(s) on {about(records)}")

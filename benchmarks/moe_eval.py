@@ -19,8 +19,7 @@ from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
 from benchmarks.harness import noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
-from benchmarks.lib.expert_model import RUN, TAGS
-from benchmarks.lib.expert_scores import Blocks, How, Scorer, Tally
+from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
 from benchmarks.lib.options import RankOptions
 from benchmarks.lib.scaling_record import crowded
 from benchmarks.rank_times import line_up
@@ -152,7 +151,8 @@ def make_record(
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_experts", "vocab_size")},
         **{name: getattr(mixture, name) for name in ("top_k", "eval_fraction", "capacity_factor")},
         **{name: sizes[name] for name in ("tp", "ep", "dp")}, "ranks": mesh.world.size(), "moe": tally.dispatch,
-        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(samples),
+        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": scorer.rows,
+        "batches": len(samples),
     }  # fmt: skip
     names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
     times = [(each.get("wait all-to-all", [0, 0])[1], each[RUN][1]) for each in ranks]
@@ -216,7 +216,7 @@ def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> 
             f"{record.config['moe']}: loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; "
             f"{found['tokens']:,} tokens in {whole}, without reading words {without}"
         )
-    show(evaluations(records), records)
+    show(evaluations, records)
     if len(records) > 1:
         einsum, sort = records[0].metrics, records[1].metrics
         named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in RATIOS.items() if sort[key])

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from benchmarks.expert_tables import layers, show
-from benchmarks.lib.expert_layer import Bench, LayerSettings, Way
-from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
+from benchmarks.lib.expert_layer import Bench, Candidate, LayerSettings, Way, cell, work
+from benchmarks.lib.launcher import rank_counts, run
 from benchmarks.lib.options import COUNT
 from cs336_systems.comm import Group
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -41,7 +41,7 @@ class MoELayerSettings(LayerSettings):
 
     def sort(self) -> Way:
         """The sorted layer. Raises UserError for one that cannot be."""
-        return self.way("sort", self.experts, Mixture(eval_fraction=self.eval_fraction))
+        return self.sorted(self.experts, Mixture(eval_fraction=self.eval_fraction))
 
 
 def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
@@ -68,7 +68,7 @@ def main(**options: Any) -> None:
         settings = replace(settings, **SMOKE)
     settings.sort()
     counts = rank_counts([settings.nproc] if settings.nproc else [], [2], [settings.experts])
-    run(settings, "moe_layer", counts, partial(enter, settings), lambda records: show(layers(records), records))
+    run(settings, "moe_layer", counts, partial(show, layers), work, partial(enter, settings))
 
 
 if __name__ == "__main__":

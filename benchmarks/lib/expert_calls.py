@@ -15,8 +15,7 @@ from typing import Any
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, tagged
-from benchmarks.lib.expert_scores import How, Scorer, Tally
+from benchmarks.lib.expert_scores import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, How, Scorer, Tally, tagged
 from benchmarks.rank_times import line_up
 from cs336_systems.comm import agree
 from cs336_systems.presets import Dispatch, ModelConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import checkpoints, parallel_run
-from benchmarks.lib import checkpoint_candidates as rivals
+from benchmarks import checkpoints as rivals
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
 from cs336_systems.comm import Place

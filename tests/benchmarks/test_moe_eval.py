@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import moe_eval
 from benchmarks.lib.expert_calls import ALL_TO_ALL, expected
-from benchmarks.lib.expert_model import TAGS
+from benchmarks.lib.expert_scores import TAGS
 from benchmarks.moe_eval import MoEEvalSettings
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import run_command

@@ -9,9 +9,8 @@ import torch
 from benchmarks import moe_layer
 from benchmarks.expert_tables import layers, show
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, expert_turns
-from benchmarks.lib.expert_layer import Bench, Way, build_layer
-from benchmarks.lib.expert_turns import Candidate
+from benchmarks.lib import expert_layer, launcher
+from benchmarks.lib.expert_layer import Bench, Candidate, Way, build_layer
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
@@ -43,10 +42,10 @@ def ways(**settings) -> list[Way]:
 
 
 def measured_case(rank: int, world: int, folder: str) -> list[dict]:
-    expert_turns.probe = lambda *_: IDEAL  # probing takes longer than all the rest
+    expert_layer.probe = lambda *_: IDEAL  # probing takes longer than all the rest
     settings = moe_layer.MoELayerSettings(**TINY)
     place = Place(rank, world, rank, world, f"{folder}/store")
-    return expert_turns.work(place, settings, "moe_layer", partial(moe_layer.enter, settings))["records"]
+    return expert_layer.work(place, settings, "moe_layer", partial(moe_layer.enter, settings))["records"]
 
 
 def test_bytes_are_those_predicted_and_records_hold_every_candidate():
@@ -188,7 +187,7 @@ def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
         started.append((ranks, settings))
         return {"records": []}
 
-    monkeypatch.setattr(expert_turns.Launcher, "run", run)
+    monkeypatch.setattr(launcher.Launcher, "run", run)
     assert run_command(moe_layer.main, ["--smoke"]) == 0
     [(nproc, settings)] = started
     assert nproc == 2
@@ -204,7 +203,7 @@ def test_the_table_has_a_column_a_candidate(capsys, monkeypatch):
         each.laps = [[1500.0 * scale, 0.0, 1000.0]]
     for each in every:
         records.append(each.record("moe_layer", 1, each.way.predict(16, 1, IDEAL), stamp))
-    show(layers(records), records)
+    show(layers, records)
     shown = capsys.readouterr().out
     assert "gloo ranks of 1 thread(s) on abacus, 2 cores" in shown
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown.splitlines() if line.startswith("│")}
@@ -216,7 +215,7 @@ def test_the_table_has_a_column_a_candidate(capsys, monkeypatch):
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():
-    config = expert_layer.LayerSettings(tokens=64, d_model=32, d_ff=64).way("sort", 4, Mixture()).config
+    config = expert_layer.LayerSettings(tokens=64, d_model=32, d_ff=64).sorted(4, Mixture()).config
     layer, x = MoELayer(config), torch.randn(1, 64, 32)
     with torch.no_grad(), Observer() as seen:
         seen.begin("forward")

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import moe_sweep
 from benchmarks.expert_tables import cells, row, show, sweep
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, expert_turns
+from benchmarks.lib import expert_layer, launcher
 from benchmarks.lib.expert_picture import chosen_capacity, draw, factor, lines
 from benchmarks.moe_sweep import MoESweepSettings, parse_capacity
 from benchmarks.records import Record
@@ -46,11 +46,11 @@ def grid() -> list[Record]:
 
 
 def sweep_case(rank: int, world: int, folder: str) -> list[dict]:
-    expert_turns.probe = lambda *_: Hardware("ideal", 1e9, 1e9, "made by hand")
+    expert_layer.probe = lambda *_: Hardware("ideal", 1e9, 1e9, "made by hand")
     expert_layer.ONE_HOT_LIMIT = LIMIT
     settings = MoESweepSettings(**TINY, capacity=CAPACITIES)
     place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
-    return expert_turns.work(place, settings, "moe_sweep", enter)["records"]
+    return expert_layer.work(place, settings, "moe_sweep", enter)["records"]
 
 
 def broken_case(rank: int, world: int, folder: str) -> str:
@@ -107,11 +107,11 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys)
         started.append(self.here.world_size if self.here.world_size > 1 else count)
         return {"records": []}
 
-    monkeypatch.setattr(expert_turns.Launcher, "run", run)
+    monkeypatch.setattr(launcher.Launcher, "run", run)
     for arguments in ([], ["--nproc", "2", "--smoke"]):
         assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
     assert started == [1, 2, 4, 2]
-    monkeypatch.setattr(expert_turns, "find_place", lambda: here)
+    monkeypatch.setattr(launcher, "find_place", lambda: here)
     assert run_command(moe_sweep.main, ["--results", "other"]) == 0
     assert started[4:] == [4]
     assert [path.name for path in in_tmp.iterdir()] == ["out"]  # rank 1 opens no file of records
@@ -126,7 +126,7 @@ def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatc
     def run(self, count, *_):
         return {"records": [asdict(each) for each in grid() if each.config["ranks"] == count]}
 
-    monkeypatch.setattr(expert_turns.Launcher, "run", run)
+    monkeypatch.setattr(launcher.Launcher, "run", run)
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_a_picture_is_the_same_each_time(in_tmp):
 
 
 def test_the_table_says_what_was_measured_where(capsys):
-    show(sweep(grid()), grid())
+    show(sweep, grid())
     shown = capsys.readouterr().out
     assert "Sweep: layers of 8 x 16, 32 tokens a rank, router skewed by 1" in shown
     assert "gloo ranks of 1 thread(s) on abacus, 2 cores, torch 2, commit c, today." in shown

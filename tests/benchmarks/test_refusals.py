@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.lib import expert_turns, kernel_run, scaling_study
+from benchmarks.lib import kernel_run, launcher, scaling_study
 from cs336_systems.host.console import run_command
 from tests.support.machine import made_up
 
@@ -145,7 +145,7 @@ NEEDS_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 )
 def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, monkeypatch, capsys):
     module = import_module(f"benchmarks.{name}")
-    for place, start in product((module, expert_turns, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
+    for place, start in product((module, launcher, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)
