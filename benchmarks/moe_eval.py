@@ -7,6 +7,7 @@ both` lets the sorted formulation take turns with it. Weights are random: only t
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,17 +89,14 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
 
     def variants(self) -> tuple[Dispatch, ...]:
         """The formulations, in the order in which they take turns."""
-        chosen = self.moe or ("both" if self.profiled else "sort")
+        chosen = self.moe or ("both" if self.profile or self.out else "sort")
         return ("einsum", "sort") if chosen == "both" else (chosen,)
 
     @property
-    def profiled(self) -> bool:
-        """True if traces are written."""
-        return self.profile or self.out is not None
-
-    def folder(self) -> Path:
-        """Folder for the profile."""
-        return self.out or Path("runs/moe_eval") / self.size
+    def folders(self) -> dict[Dispatch, Path]:
+        """Folder of each formulation's traces; none without --profile."""
+        out = self.out or Path("runs/moe_eval", self.size)
+        return {dispatch: out / dispatch for dispatch in self.variants()} if self.profile or self.out else {}
 
     def sizes(self, config: ModelConfig, ranks: int) -> dict[str, int]:
         """The mesh. Raises UserError, with the numbers, for a layout that cannot be."""
@@ -127,17 +125,6 @@ def play(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -
 
     take_turns({tally.dispatch: partial(turn, tally) for tally in tallies}, batches, quiet=quiet)
     return tallies
-
-
-def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> dict[str, list[list[Calls]]]:
-    """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
-
-    def count(dispatch: Dispatch) -> list[Calls]:
-        folder = settings.folder() / dispatch if settings.profiled else None
-        about = {"size": f"{settings.size}, {dispatch}", "device": scorer.device.type}
-        return count_calls(scorer, dispatch, batches, settings.words, folder, about)
-
-    return take_turns({dispatch: partial(count, dispatch) for dispatch in settings.variants()}, 1, quiet=quiet)
 
 
 def make_record(
@@ -179,13 +166,17 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         scorer = Scorer(config, blocks, mesh, device, DTYPES[settings.precision], settings.batch_size, free)
         batches = min(settings.batches, blocks.batches(mesh.data.size(), settings.batch_size))
         tallies = play(scorer, settings, batches, quiet)
-        counted = profile(scorer, settings, min(batches, PROFILED), quiet)
+        # The first batches once more. With --profile, traces are left as well.
+        how = scorer, min(batches, PROFILED), settings.words, settings.size
+        counts: dict[str, Callable[[], list[Calls]]] = {
+            each: partial(count_calls, *how, each, settings.folders.get(each)) for each in settings.variants()
+        }
+        counted = take_turns(counts, 1, quiet=quiet)
         stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
         records = [make_record(scorer, settings, each, counted[each.dispatch][0], stamp) for each in tallies]
         agree("the traces are written", "", group)
-        if settings.profiled and not place.one_machine:
-            for dispatch in settings.variants():
-                collect_files(settings.folder() / dispatch, group, device)
+        for folder in settings.folders.values() if not place.one_machine else ():
+            collect_files(folder, group, device)
         if quiet:
             return
         report(settings, scorer, records)
@@ -227,8 +218,7 @@ def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> 
             print(compared(record))
         for flag in record.flags:
             print(printable(f"note: {record.config['moe']}: {flag}"))
-    for dispatch in settings.variants() if settings.profiled else ():
-        folder = settings.folder() / dispatch
+    for folder in settings.folders.values():
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
 
 
@@ -253,9 +243,9 @@ def main(**options: Any) -> None:
     config = settings.config()
     settings.sizes(config, ranks)
     blocks = settings.blocks(config)
-    if settings.profiled:
-        with os_errors(f"write {settings.folder()}", "name another with --out"):
-            settings.folder().mkdir(parents=True, exist_ok=True)
+    for folder in settings.folders.values():
+        with os_errors(f"write {folder}", "name another with --out"):
+            folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0:
         settings.recorder("moe_eval", settings.on)
     start_ranks(work, settings.device, settings.nproc, settings, blocks)

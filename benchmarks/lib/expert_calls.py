@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -71,7 +70,7 @@ def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, tuple[i
 
 
 def count_calls(
-    scorer: Scorer, dispatch: Dispatch, batches: int, how: How, folder: Path | None, about: dict[str, Any]
+    scorer: Scorer, batches: int, how: How, size: str, dispatch: Dispatch, folder: Path | None
 ) -> list[Calls]:
     """Score some batches under the profiler: each rank's calls, the same on every rank, all of which must call this.
     With a folder every rank leaves its trace there. Counts what `key_averages` does, without a Python object for each
@@ -86,6 +85,7 @@ def count_calls(
                     scorer.take(number, tally, how)
 
     if folder is not None:
+        about = {"size": f"{size}, {dispatch}", "device": device.type}
         with Capture(folder, world, scorer.model, steps=batches, device=device, meta=about) as capture:
             score()
         run = capture.profiler

@@ -269,21 +269,19 @@ def _number(logged: LoggedRun, name: str, file: str) -> int:
 def parse_train_log(text: str, file: str) -> list[ScalingRun]:
     """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
     with shown(file, "{} is not as python -m cs336_systems.train writes its log"):
-        return [_own_run(read_train_log(text, file))]
-
-
-def _own_run(logged: LoggedRun) -> ScalingRun:
-    header, file = logged.header, logged.name
-    mesh, batch, memory = header["mesh"], header["batch_size"], logged.notes["peak_memory"]
-    if mesh.get("ep", 1) != 1:
-        raise UserError(
-            f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
-        )
-    return ScalingRun(
-        name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
-        global_batch_size=batch, ms_per_sample=median(each.milliseconds for each in logged.steady(first=True)) / batch,
-        timers=logged.timers(first=True), seq_length=header["seq"],
-        gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
-        source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
-        **own_shape(header["model"]),
-    )  # fmt: skip
+        logged = read_train_log(text, file)
+        header, memory = logged.header, logged.notes["peak_memory"]
+        mesh, batch = header["mesh"], header["batch_size"]
+        if mesh.get("ep", 1) != 1:
+            raise UserError(
+                f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
+            )
+        iteration_ms = median(each.milliseconds for each in logged.steady(first=True))
+        return [ScalingRun(
+            name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
+            global_batch_size=batch, ms_per_sample=iteration_ms / batch, timers=logged.timers(first=True),
+            seq_length=header["seq"],
+            gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
+            source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
+            **own_shape(header["model"]),
+        )]  # fmt: skip

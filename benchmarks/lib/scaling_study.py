@@ -129,7 +129,6 @@ class Study:
 
     def __init__(self, settings: LayoutOptions, layouts: Sequence[Layout], here: Place) -> None:
         self.settings, self.layouts, self.here, device = settings, layouts, here, settings.on
-        self.known: dict[tuple[Recipe, int], Answer] = {}
         choose_backend(settings.backend, device, Place(0, 1))
         for layout in layouts:
             local = here.local_world_size if here.world_size > 1 else layout.ranks
@@ -156,32 +155,25 @@ class Study:
         except UserError as error:
             raise UserError(f"layout {layout.label}: {self.settings.reworded(error)}") from None
 
-    def first_steps(self, layout: Layout, recipe: Recipe, ranks: int) -> Answer:
-        """Two steps, which are not timed; one run serves all layouts that are compared to it."""
-        if (recipe, ranks) not in self.known:
-            self.known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
-        return self.known[recipe, ranks]
-
     def check(self) -> None:
-        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
+        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision. Their
+        first two steps are not timed; one run serves all layouts that are compared to it."""
+
+        def first_steps(layout: Layout, recipe: Recipe, ranks: int) -> Answer:
+            if (recipe, ranks) not in known:
+                known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
+            return known[recipe, ranks]
+
+        known: dict[tuple[Recipe, int], Answer] = {}
         with console.progress("gate", len(self.layouts), quiet=self.here.rank > 0) as advance:
             for layout in self.layouts:
                 for precision in dict.fromkeys(("fp32", layout.precision)):
                     if not layout.wrong:
                         recipe = layout.recipe.change(precision=precision)
-                        alone = replace(recipe, parallel=ParallelOptions(dp=1))
-                        want = self.first_steps(layout, alone, 1)
-                        layout.gate = self.first_steps(layout, recipe, layout.ranks)
+                        want = first_steps(layout, replace(recipe, parallel=ParallelOptions(dp=1)), 1)
+                        layout.gate = first_steps(layout, recipe, layout.ranks)
                         layout.wrong = compare_steps(layout.gate, want, layout.config, recipe)
                 advance(layout.label)
-
-    def play(self) -> None:
-        """Let every layout that is right take a turn in each round."""
-        settings, good = self.settings, {layout.label: layout for layout in self.layouts if not layout.wrong}
-        counts = settings.steps, settings.warmup
-        turns = {name: partial(self.turn, each, each.recipe, each.ranks, *counts) for name, each in good.items()}
-        for name, answers in take_turns(turns, settings.rounds, quiet=self.here.rank > 0).items():
-            good[name].turns = answers
 
     def run(
         self,
@@ -190,7 +182,8 @@ class Study:
         sheets: Callable[[list[Record]], list[Table]],
         flag: Callable[[list[Record]], None] = lambda records: None,
     ) -> Recorder | None:
-        """Check, measure, record and, on the first rank, print; returns the recorder there.
+        """Check, let every layout that is right take a turn in each round, record and, on the first rank, print;
+        returns the recorder there.
 
         `make` is given a layout, the first that is right of its precision and length, and the machine's peak; `flag`
         the records of one precision and length.
@@ -198,13 +191,17 @@ class Study:
         settings, found, peaks = self.settings, list[Record](), dict[str, Answer]()
         recorder = settings.recorder(benchmark, settings.on) if self.here.rank == 0 else None
         self.check()
-        self.play()
+        good, counts = [each for each in self.layouts if not each.wrong], (settings.steps, settings.warmup)
+        turns = {each.label: partial(self.turn, each, each.recipe, each.ranks, *counts) for each in good}
+        answers = take_turns(turns, settings.rounds, quiet=self.here.rank > 0)
         options: dict[str, Any] = {"threads": settings.threads, "budget": 0.02 if settings.smoke else PROBE_SECONDS}
         options |= {"commit": settings.commit, "side_by_side": self.here.world_size > 1}
         for layouts in groups(self.layouts, lambda each: (each.precision, each.seq)):
             name, recipe = layouts[0].precision, layouts[0].recipe
             peaks[name] = peak = peaks.get(name) or self.launcher.run(1, measure_peak, recipe, **options)
             base = next((layout for layout in layouts if not layout.wrong), None)
+            for layout in layouts:
+                layout.turns = answers.get(layout.label, [])
             records = [make(layout, base, peak) for layout in layouts]
             flag(records)
             found += records

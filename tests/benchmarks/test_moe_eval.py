@@ -126,7 +126,7 @@ def test_one_rank_and_no_record(commands):
         (["--size", "tiny"], "tiny has no experts to evaluate: set --num-experts"),
         (["--size", "bert-345m"], "bert-345m is no language model: it sees the words that it would be asked for"),
         (["--context", "900"], " has 100 tokens; a context of 900 needs 901: use a longer text or --context 99"),
-        (["--out", "text/profile"], "cannot write text/profile: Not a directory; name another"),
+        (["--out", "text/profile"], "cannot write text/profile/einsum: Not a directory; name another"),
         (["--eval-fraction", "2"], "Invalid value for '--eval-fraction'"),
     ],
 )
