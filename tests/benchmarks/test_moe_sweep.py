@@ -127,9 +127,11 @@ def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatc
         return {"records": [asdict(each) for each in grid() if each.config["ranks"] == count]}
 
     monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr("benchmarks.records.busy", lambda: "busy: others used 2 of 2 cores")
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
+    assert "Busy: others used 2 of 2 cores." in shown  # as the records say
     assert "32 records appended to out/moe_sweep.jsonl" in shown
     assert ("plot in out/moe_sweep.svg" if there else HOW_TO_PLOT) in shown
     assert (in_tmp / "out/moe_sweep.svg").exists() == there
