@@ -18,9 +18,9 @@ from benchmarks.harness import ratios
 from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_plot import draw
 from benchmarks.lib.scaling_record import make_record, peak_flops, pipeline_bubble, study_run
-from benchmarks.lib.scaling_run import read_runs
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
 from benchmarks.lib.scaling_tables import PUBLISHED, markdown, run_sheets, sheets
 from benchmarks.lib.sheets import show

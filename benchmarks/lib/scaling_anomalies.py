@@ -6,7 +6,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Literal, NamedTuple
 
-from benchmarks.lib.scaling_run import ScalingRun, top_level, top_level_ms
+from benchmarks.lib.scaling_logs import ScalingRun, top_level, top_level_ms
 from benchmarks.lib.sheets import groups
 
 # Copies within one device's memory: the same bytes on every layout with the same tp and pp, and no communication.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.scaling_anomalies import marks
-from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
+from benchmarks.lib.scaling_logs import BUBBLE, ScalingRun, default_base, efficiency, top_level
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 
 # Okabe and Ito 2008; the bubble, in which nothing runs, is hatched.

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.scaling_anomalies import anomalies, marks
-from benchmarks.lib.scaling_record import study_run
-from benchmarks.lib.scaling_run import (
+from benchmarks.lib.scaling_logs import (
     MEBIBYTE,
     ScalingRun,
     bubble,
@@ -19,6 +18,7 @@ from benchmarks.lib.scaling_run import (
     read_runs,
     top_level_ms,
 )
+from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.sheets import groups, pages, remarks
 from benchmarks.records import Record
 from cs336_systems.host.console import format_count, format_seconds

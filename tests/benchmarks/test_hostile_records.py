@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.allreduce_plot import plot
-from benchmarks.lib.scaling_run import read_runs
+from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_tables import PUBLISHED
 from benchmarks.records import RESULTS, read_records
 from benchmarks.scaling import import_log

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import scaling
 from benchmarks.lib import scaling_plot
 from benchmarks.lib.scaling_anomalies import marks
-from benchmarks.lib.scaling_run import (
+from benchmarks.lib.scaling_logs import (
     ScalingRun,
     bubble,
     default_base,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib.scaling_run import parse_train_log
+from benchmarks.lib.scaling_logs import parse_train_log
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint
 from cs336_systems.train.batches import make_batches

@@ -4,10 +4,10 @@ from math import log
 from typing import Any
 
 from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_plot import PARTS, breakdown
 from benchmarks.lib.scaling_plot import draw as draw_study
 from benchmarks.lib.scaling_record import study_run
-from benchmarks.lib.scaling_run import read_runs
 from benchmarks.lib.scaling_tables import PUBLISHED as STUDY
 from benchmarks.lib.scaling_tables import percent, tables_apart
 from benchmarks.records import Record
