@@ -68,7 +68,7 @@ class ScalingSettings(LayoutOptions):
     @property
     def words(self) -> dict[str, str]:
         """The trainer's words in messages, and this command's."""
-        shared = "choose fewer ranks in --grid, which share this memory"  # no degree of parallelism adds any
+        shared = "choose a smaller --size or fewer ranks in --grid, which share this memory"  # no degree adds any
         more = shared if self.on.type == "cpu" else "raise tp or pp in --grid, or --zero"
         return {" (--batch-size)": "", "raise --tp, --pp or --zero": more}
 
