@@ -27,19 +27,9 @@ RANKS, BATCHES = 4, 5
 ALL_TO_ALL = "launch all-to-all"  # in the published table it is NCCL's kernel
 # Equal by construction; then what it depends on how one reads words and which torch it is.
 PUBLISHED = {
-    "aten::addmm": 7740,
-    "aten::linear": 8015,
-    "aten::matmul": 275,
-    "aten::mm": 335,
-    "aten::gelu": 3870,
-    "aten::bmm": 180,
-    ALL_TO_ALL: 60,
-    DECODER: 5,
-    WITH: 30,
-    WITHOUT: 30,
-    ATTENTION: 60,
-    MOE: 30,
-}
+    "aten::addmm": 7740, "aten::linear": 8015, "aten::matmul": 275, "aten::mm": 335, "aten::gelu": 3870,
+    "aten::bmm": 180, ALL_TO_ALL: 60, DECODER: 5, WITH: 30, WITHOUT: 30, ATTENTION: 60, MOE: 30,
+}  # fmt: skip
 OF_WORDS = {"aten::item": 40_995, "aten::select": 51_220}
 
 
