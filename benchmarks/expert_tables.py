@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.collective import size_name
 from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected, spread
-from benchmarks.lib.expert_model import DECODER
+from benchmarks.lib.expert_scores import DECODER
 from benchmarks.lib.sheets import machine, time
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
@@ -70,23 +70,23 @@ def expert_tables(results: Path) -> list[str]:
 
 def arithmetic() -> Table:
     """Computed from the published run's shape: the sizes of its all-to-alls and matrix products."""
-    config, tokens = model_preset("fairseq-moe-15b"), model_preset("fairseq-moe-15b").context_length
-    einsum = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
-    padded, useful = cost.padded_rows(config, tokens, training=False), cost.kept_rows(config, tokens, training=False)
-    sizes = [cost.row_bytes(config, count, HALF) for count in (padded, useful)]
+    config = model_preset("fairseq-moe-15b")
+    tokens, einsum = config.context_length, replace(config, mixture=replace(config.mixture, dispatch="einsum"))
+    rows = cost.padded_rows(config, tokens, training=False), cost.kept_rows(config, tokens, training=False)
+    sizes = [cost.row_bytes(config, count, HALF) for count in rows]
+    flops = [cost.expert_flops(config, count) for count in rows]
     one_hot = cost.dispatch_flops(einsum, tokens, training=False)
-    flops = [cost.expert_flops(config, rows) for rows in (padded, useful)]
-    rows = [
-        ["rows of an all-to-all", f"{padded:,}", f"{useful:,}", f"{padded / useful:.1f}"],
+    lines = [
+        ["rows of an all-to-all", *(f"{count:,}" for count in rows), f"{rows[0] / rows[1]:.1f}"],
         ["bytes of it, in half precision", *(f"{size / 1e6:.1f} MB" for size in sizes), f"{sizes[0] / sizes[1]:.1f}"],
-        ["FLOPs of a layer's experts", format_count(flops[0]), format_count(flops[1]), f"{flops[0] / flops[1]:.1f}"],
+        ["FLOPs of a layer's experts", *map(format_count, flops), f"{flops[0] / flops[1]:.1f}"],
         ["FLOPs of one-hot products", format_count(one_hot), "0", f"{one_hot / flops[1]:.1f} x the useful experts'"],
-    ]  # fmt: skip
+    ]
     note = (
         f"Computed, not measured: {config.num_experts} experts of {config.d_model} x {config.expert_d_ff}, {tokens} "
         f"tokens a rank, {cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
     )
-    return Table("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
+    return Table("The published run's arithmetic", ("", "with padding", "useful", "ratio"), lines, note)
 
 
 def layers(records: list[Record]) -> Table:
@@ -135,18 +135,17 @@ def is_published(record: Record) -> bool:
 
 def derived(record: Record) -> dict[str, tuple[int, str]]:
     """Numbers of calls that follow from the shape of an evaluation; nothing for matrices split over ranks."""
-    config, batches = record.config, record.metrics["calls"][DECODER][0]
+    config = record.config
     shape = {name: config[name] for name in ("num_layers", "num_experts")}
     model = replace(model_preset(config["size"]), attention="naive", **shape)
-    return expected(model, config["ep"], batches) if config["tp"] == 1 else {}
+    return expected(model, config["ep"], record.metrics["calls"][DECODER][0]) if config["tp"] == 1 else {}
 
 
 def calls(record: Record) -> Table:
     """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
-    due, rows, found = derived(record), [], record.metrics["calls"]
-    for name, published in (PUBLISHED | OF_WORDS).items():
-        why = "reads of words, mostly" if name in OF_WORDS else due.get(name, (0, ""))[1]
-        rows.append([name, spread(found[name]), f"{published:,}", why])
+    due, found = derived(record) | dict.fromkeys(OF_WORDS, (0, "reads of words, mostly")), record.metrics["calls"]
+    published = PUBLISHED | OF_WORDS
+    rows = [[name, spread(found[name]), f"{published[name]:,}", due.get(name, (0, ""))[1]] for name in published]
     heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
     note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
     return Table("Operators of the one-hot formulation", heads, rows, note, names=True)
@@ -161,16 +160,9 @@ def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
         slots = float("inf") if config["slots"] is None else config["slots"]
         place = config["ranks"], config["experts"], slots, config["capacity"]
         found.setdefault(place, {})[config["candidate"]] = record
-
-    def run(record: Record) -> list[Any]:
-        shared = ("commit", "dirty", "threads", "cores")  # by the records of one interleaved comparison
-        return [len(record.samples_ms), *(record.environment.get(name) for name in shared)]
-
     ordered = [found[place] for place in sorted(found) if "sort" in found[place]]
-    return [
-        {name: each for name, each in cell.items() if name == "sort" or run(each) == run(cell["sort"])}
-        for cell in ordered
-    ]
+    # Records of one interleaved comparison have one stamp.
+    return [{n: each for n, each in cell.items() if each.environment == cell["sort"].environment} for cell in ordered]
 
 
 def row(cell: dict[str, Record]) -> list[str]:
@@ -208,8 +200,8 @@ def about(records: list[Record]) -> str:
     return f"{machine(records[-1])}, {date}." + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)
 
 
-def show(table: Table, records: list[Record]) -> None:
+def show(make: Callable[[list[Record]], Table], records: list[Record]) -> None:
     """Print a table of records, and below it where they were measured."""
     out, where = console.console(), records[-1].environment
-    out.print(table.table())
+    out.print(make(records).table())
     out.print(f"{where['backend']} ranks of {where['threads']} thread(s) on {about(records)}")

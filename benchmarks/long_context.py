@@ -16,8 +16,8 @@ import click
 
 from benchmarks.allreduce_plot import name_ticks
 from benchmarks.harness import ratios
+from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.scaling_measure import Answer
 from benchmarks.lib.scaling_record import make_record
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
 from benchmarks.lib.sheets import MARK, groups, time
@@ -31,7 +31,7 @@ from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import plot_text, printable
-from cs336_systems.presets import Attention, ContextType, preset
+from cs336_systems.presets import ContextType, preset
 from cs336_systems.traffic import sent
 
 COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak memory", "live", "sent", "work")
@@ -46,19 +46,18 @@ NOTE = (
 class LongContextSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
-    words = (
-        ("--context ", "--contexts "),
-        ("--size or --micro-batch-size", "--size or --contexts"),
-        ("raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size", "lower --contexts"),
-    )
     contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
     cp: tuple[int, ...] = setting((2, 4), "Context-parallel ranks; may be repeated.", type=click.IntRange(2))
-    attention: Attention = setting("sdpa", "Implementation of attention.")
-    batch_size: int = setting(1, "Sequences in a step.", type=COUNT)
-    pack: bool = setting(False, "Train on rows of packed documents.")
     rounds: int = setting(3, "Turns of each candidate.", type=COUNT)
     steps: int = setting(2, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(1, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The trainer's words in messages, and this command's."""
+        advice = "raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size"
+        sizes = "--size or --micro-batch-size"
+        return {"--context ": "--contexts ", sizes: "--size or --contexts", advice: "lower --contexts"}
 
     def layouts(self) -> list[Layout]:
         """One rank and the three ways, at every length. Raises UserError for a length that does not divide."""
@@ -68,8 +67,7 @@ class LongContextSettings(LayoutOptions):
         return [
             self.layout(
                 f"{seq} tokens, {f'{kind} over {cp} ranks' if cp > 1 else 'one rank'}", cp, context=seq,
-                batch_size=self.batch_size, micro_batch_size=self.batch_size, dp=1, cp=cp, cp_type=kind,
-                attention=self.attention, pack=self.pack, data=() if self.pack else ("random",),
+                batch_size=1, micro_batch_size=1, dp=1, cp=cp, cp_type=kind, attention="sdpa", data=("random",),
             )
             for seq in self.contexts for cp, kind in ways if kind != "ulysses" or heads % cp == 0
         ]  # fmt: skip
@@ -79,20 +77,20 @@ def layout_record(settings: LongContextSettings, layout: Layout, alone: Layout |
     """The record of a candidate, beside one rank with sequences of this length."""
     what = {
         "way": layout.recipe.parallel.cp_type if layout.ranks > 1 else "one rank", "cp": layout.ranks,
-        "context": layout.seq, "size": settings.size, "batch_size": settings.batch_size,
-        "attention": settings.attention, "pack": settings.pack, "backend": settings.joined_by(layout.ranks),
+        "context": layout.seq, "size": settings.size, "batch_size": 1, "attention": "sdpa", "pack": False,
+        "backend": settings.joined_by(layout.ranks),
     }  # fmt: skip
     record, seen = make_record("long_context", layout, alone, peak, settings, what), layout.stages[0]
     of_attention = ((each, n) for each, n in seen.traffic.items() if each.axis == "cp")
-    predicted = record.predicted | {"live_bytes": sum(seen.peak.values()), "activations_bytes": seen.activations}
+    predicted = record.predicted | {"live_bytes": sum(seen.peak.values())}
     predicted["sent_bytes"] = sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in of_attention)
     if alone is None or not record.samples_ms:
         return replace(record, predicted=predicted)
     metrics = record.metrics | ratios(layout.turn_ms(), alone.turn_ms())
     memory = [max(turn["memory_bytes"]) for turn in layout.turns if None not in turn["memory_bytes"]]
     metrics["memory_bytes"] = max(memory, default=None)
-    work = attention_work(layout.ranks, layout.seq)  # of rows that are one document
-    metrics["balance"] = None if settings.pack else max(work) * len(work) / sum(work)
+    work = attention_work(layout.ranks, layout.seq)
+    metrics["balance"] = max(work) * len(work) / sum(work)
     return replace(record, metrics=metrics, predicted=predicted)
 
 
@@ -106,14 +104,13 @@ def row(record: Record) -> list[str]:
     cells += [f"{metrics['ratio_median']:.2f}"]
     cells += ["unknown" if metrics["memory_bytes"] is None else format_bytes(metrics["memory_bytes"])]
     cells += [format_bytes(predicted["live_bytes"]), format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"]
-    return [*start, *cells, "-" if metrics["balance"] is None else f"{metrics['balance']:.2f}"]
+    return [*start, *cells, f"{metrics['balance']:.2f}"]
 
 
 def title_of(record: Record) -> str:
     """Title of a table: the model, machine and threads that its rows share."""
     config, stamp = record.config, record.environment
-    packed = ", packed documents" if config["pack"] else ""
-    model = f"{config['size']}, batch of {config['batch_size']}, attention {config['attention']}{packed}"
+    model = f"{config['size']}, batch of {config['batch_size']}, attention {config['attention']}"
     return f"Long sequences; {model}; {stamp['device']}, {stamp['cores']} cores, {config['threads']} thread(s) a rank"
 
 
@@ -125,7 +122,7 @@ def sheets(records: list[Record]) -> list[Table]:
 
 def draw(path: Path) -> Path:
     """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
-    newest = [each for each in read_records(path) if each.metrics.get("memory_bytes") and not each.config["pack"]]
+    newest = [each for each in read_records(path) if each.metrics.get("memory_bytes")]
     newest.sort(key=lambda each: each.config["context"])
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
     styles = dict(zip(("one rank", "ring", "gather", "ulysses"), STYLES, strict=False))
@@ -160,7 +157,7 @@ def main(**options: Any) -> None:
     if here.world_size > 1:
         raise UserError("this benchmark starts its ranks itself: run it without torchrun")
     if settings.smoke:
-        settings = replace(settings, contexts=(64,), cp=(2,), rounds=1, steps=1)
+        settings = settings.smaller(contexts=(64,), cp=(2,), rounds=1, steps=1)
     study = Study(settings, settings.layouts(), here)
     if missing := [each.wrong for each in study.layouts if each.unsupported]:
         raise UserError(missing[0])

@@ -7,7 +7,9 @@ both` lets the sorted formulation take turns with it. Weights are random: only t
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +18,16 @@ import torch
 
 from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls, make_record
-from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
+from benchmarks.harness import noise, take_turns
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
+from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
 from benchmarks.lib.options import RankOptions
+from benchmarks.lib.scaling_record import crowded
 from benchmarks.rank_times import line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.cost import experts as cost
 from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -39,6 +44,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 # What makes a smoke run short, in place of what was said.
 SMOKE: dict[str, Any] = {"d_model": 16, "vocab_size": 256, "context": 32, "batches": 1, "num_experts": 8}
 KEPT = 0.1  # of the text, at its end, is what is evaluated
+RATIOS = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
+RATIOS |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
 
@@ -71,41 +78,32 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
     def config(self) -> ModelConfig:
         """The model. Raises UserError for one that cannot be."""
         shape = preset(self.size).model.override(
-            vocab_size=self.vocab_size,
-            context_length=self.context,
-            d_model=self.d_model,
-            d_ff=4 * self.d_model if self.d_model else None,
-            num_layers=self.num_layers,
-            dropout=0.0,
-        )
+            vocab_size=self.vocab_size, context_length=self.context, d_model=self.d_model,
+            d_ff=4 * self.d_model if self.d_model else None, num_layers=self.num_layers, dropout=0.0,
+        )  # fmt: skip
         if not shape.causal:
             raise UserError(f"{self.size} is no language model: it sees the words that it would be asked for")
-        options = replace(self, moe="sort" if self.variants()[0] == "sort" else "einsum")
-        return options.with_experts(shape) if shape.num_experts or self.num_experts else shape
+        if not (shape.num_experts if self.num_experts is None else self.num_experts):
+            raise UserError(f"{self.size} has no experts to evaluate: set --num-experts")
+        return replace(self, moe=self.variants()[0]).with_experts(shape)
 
     def variants(self) -> tuple[Dispatch, ...]:
         """The formulations, in the order in which they take turns."""
-        chosen = self.moe or ("both" if self.profiled else "sort")
+        chosen = self.moe or ("both" if self.profile or self.out else "sort")
         return ("einsum", "sort") if chosen == "both" else (chosen,)
 
     @property
-    def profiled(self) -> bool:
-        """True if traces are written."""
-        return self.profile or self.out is not None
-
-    def folder(self) -> Path:
-        """Folder for the profile."""
-        return self.out or Path("runs/moe_eval") / self.size
+    def folders(self) -> dict[Dispatch, Path]:
+        """Folder of each formulation's traces; none without --profile."""
+        out = self.out or Path("runs/moe_eval", self.size)
+        return {dispatch: out / dispatch for dispatch in self.variants()} if self.profile or self.out else {}
 
     def sizes(self, config: ModelConfig, ranks: int) -> dict[str, int]:
         """The mesh. Raises UserError, with the numbers, for a layout that cannot be."""
         check_divides(config, self.tp)
-        ep = self.ep
-        if ep is None:
-            ep = min(max(1, ranks // self.tp), config.num_experts or 1)
+        ep = self.ep or min(max(1, ranks // self.tp), config.num_experts)
         check_experts(config, ep)
-        sizes = mesh_sizes(ranks, self.tp, 1, ep)
-        return {axis: sizes[axis] for axis in ("pp", "dp", "ep", "tp")}  # a sequence is not split here
+        return mesh_sizes(ranks, self.tp, 1, ep)
 
     def blocks(self, config: ModelConfig) -> Blocks:
         """The end of the text. Raises UserError where it is shorter than one block."""
@@ -114,32 +112,48 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
         return Blocks(kept.tokens, config.context_length, kept.name)
 
 
-def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
-    """Results of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
-    variants = settings.variants()
+def play(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Tally]:
+    """Counts of every formulation; they take turns batch by batch, so that disturbances affect all of them."""
     for _ in range(settings.warmup):
-        for dispatch in variants:
-            scorer.take(0, scorer.new_tally(dispatch), settings.words)
-    tallies = [scorer.new_tally(dispatch) for dispatch in variants]
-    with console.progress("batches", batches * len(variants), quiet=quiet) as advance:
-        for number in range(batches):
-            for tally in tallies:
-                line_up(scorer.mesh.world, scorer.device)
-                scorer.take(number, tally, settings.words)
-                advance(tally.dispatch)
-    return [scorer.share(tally) for tally in tallies]
-
-
-def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[list[Calls]]:
-    """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
-    found = []
-    with console.progress("profile", len(settings.variants()), quiet=quiet) as advance:
         for dispatch in settings.variants():
-            folder = settings.folder() / dispatch if settings.profiled else None
-            about = {"size": f"{settings.size}, {dispatch}", "device": scorer.device.type}
-            found.append(count_calls(scorer, dispatch, batches, settings.words, folder, about))
-            advance(dispatch)
-    return found
+            scorer.take(0, Tally(dispatch), settings.words)
+    tallies = [Tally(dispatch) for dispatch in settings.variants()]
+
+    def turn(tally: Tally) -> None:
+        line_up(scorer.mesh.world, scorer.device)
+        scorer.take(len(tally.laps) // 4, tally, settings.words)
+
+    take_turns({tally.dispatch: partial(turn, tally) for tally in tallies}, batches, quiet=quiet)
+    return tallies
+
+
+def make_record(
+    scorer: Scorer, settings: MoEEvalSettings, tally: Tally, ranks: list[Calls], stamp: dict[str, Any]
+) -> Record:
+    """The record of a formulation, of whose calls each of `ranks` has counted its own. Every rank calls this."""
+    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
+    samples, metrics = scorer.share(tally)
+    what = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {
+        "seed": 0, "in_turn_with": [each for each in settings.variants() if each != tally.dispatch],
+        **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_experts", "vocab_size")},
+        **{name: getattr(mixture, name) for name in ("top_k", "eval_fraction", "capacity_factor")},
+        **{name: sizes[name] for name in ("tp", "ep", "dp")}, "ranks": mesh.world.size(), "moe": tally.dispatch,
+        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": scorer.rows,
+        "batches": len(samples),
+    }  # fmt: skip
+    names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
+    times = [(each.get("wait all-to-all", [0, 0])[1], each[RUN][1]) for each in ranks]
+    metrics["waiting"] = [wait / run for wait, run in times]  # share of the evaluation, in all-to-alls
+    metrics["calls"] = {name: [each.get(name, [0, 0])[0] for each in ranks] for name in names}
+    predicted: dict[str, Any] = {}
+    if sizes["ep"] > 1:
+        config = replace(config, mixture=replace(mixture, dispatch=tally.dispatch))
+        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
+        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, DTYPES[settings.precision].itemsize)
+    flags = noise(metrics)
+    if scorer.device.type == "cpu" and (note := crowded(mesh.world.size(), stamp["threads"])):
+        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
+    return Record("moe_eval", what, stamp, samples, metrics, predicted, flags)
 
 
 def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
@@ -149,49 +163,54 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
         mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
-        rows, dtype = settings.batch_size, DTYPES[settings.precision]
-        scorer = Scorer(config, blocks, mesh, device, dtype, rows, free)
-        batches = min(settings.batches, blocks.batches(mesh.data.size(), rows))
-        outcomes = take_turns(scorer, settings, batches, quiet)
-        every = profile(scorer, settings, min(batches, PROFILED), quiet)
+        scorer = Scorer(config, blocks, mesh, device, DTYPES[settings.precision], settings.batch_size, free)
+        batches = min(settings.batches, blocks.batches(mesh.data.size(), settings.batch_size))
+        tallies = play(scorer, settings, batches, quiet)
+        # The first batches once more. With --profile, traces are left as well.
+        how = scorer, min(batches, PROFILED), settings.words, settings.size
+        counts: dict[str, Callable[[], list[Calls]]] = {
+            each: partial(count_calls, *how, each, settings.folders.get(each)) for each in settings.variants()
+        }
+        counted = take_turns(counts, 1, quiet=quiet)
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
+        records = [make_record(scorer, settings, each, counted[each.dispatch][0], stamp) for each in tallies]
         agree("the traces are written", "", group)
-        if settings.profiled and not place.one_machine:
-            for dispatch in settings.variants():
-                collect_files(settings.folder() / dispatch, group, device)
+        for folder in settings.folders.values() if not place.one_machine else ():
+            collect_files(folder, group, device)
         if quiet:
             return
-        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
-        chosen = {name: getattr(settings, name) for name in ("size", "precision", "words")} | {"seed": 0}
-        records = []
-        for outcome, ranks in zip(outcomes, every, strict=True):
-            chosen["in_turn_with"] = [each for each in settings.variants() if each != outcome.dispatch]
-            records.append(make_record(scorer, outcome, ranks, chosen, dtype.itemsize, stamp))
-        report(settings, scorer, outcomes, records)
+        report(settings, scorer, records)
     recorder = settings.recorder("moe_eval", device)
     recorder.keep(*records)
     recorder.tell()
 
 
-def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
+def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> None:
     """Print and write the results of all ranks, on rank 0."""
     blocks, config, out = scorer.blocks, scorer.config, console.console()
+    scored = -(-records[0].metrics["tokens"] // blocks.context)
     print(
         f"{settings.size}, random weights: {config.num_layers} layers, {config.expert_layers} of them with "
         f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
     )
     print(
-        f"{blocks.name}: {len(outcomes[0].blocks)} of {blocks.count} blocks of {blocks.context} tokens, "
+        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, "
         f"{settings.batch_size} a batch for each of {scorer.mesh.data.size()} ranks with other blocks "
         f"({scorer.mesh or 'one process'})"
     )
-    for outcome in outcomes:
-        print(f"{outcome.dispatch}: {score(outcome.metrics)}")
-    show(evaluations(records), records)
+    for record in records:
+        found = record.metrics
+        whole, without = (
+            format_seconds(found["tokens"] / found[f"tokens_per_s{end}"]) for end in ("", "_without_words")
+        )
+        print(
+            f"{record.config['moe']}: loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; "
+            f"{found['tokens']:,} tokens in {whole}, without reading words {without}"
+        )
+    show(evaluations, records)
     if len(records) > 1:
         einsum, sort = records[0].metrics, records[1].metrics
-        times = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
-        times |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
-        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in times.items() if sort[key])
+        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in RATIOS.items() if sort[key])
         print("einsum over sort: " + ", ".join(named))
     for record in records:
         if record.config["moe"] == "einsum":
@@ -199,25 +218,8 @@ def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], r
             print(compared(record))
         for flag in record.flags:
             print(printable(f"note: {record.config['moe']}: {flag}"))
-    for dispatch in settings.variants() if settings.profiled else ():
-        folder = settings.folder() / dispatch
+    for folder in settings.folders.values():
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
-
-
-def score(found: dict[str, Any]) -> str:
-    """Loss, perplexity and speed, as eval_lm logs them, and how evenly the router chose."""
-    line = (
-        f"loss (base 2) {found['loss']:.6f}, perplexity {found['perplexity']:,.2f}; {found['tokens']:,} tokens in "
-        f"{format_seconds(found['tokens'] / found['tokens_per_s'])}, without reading words "
-        f"{format_seconds(found['tokens'] / found['tokens_per_s_without_words'])}"
-    )
-    if "dropped" not in found:
-        return line
-    return line + (
-        f"; {found['dropped']:.2%} of all choices dropped ({found['dropped_first']:.2%} of first ones); the most "
-        f"loaded fifth of the experts has {found['most_loaded_share']:.1%} of the choices, the least "
-        f"{found['least_loaded_share']:.1%}; {found['unused_experts']:.1f} experts of a layer unused"
-    )
 
 
 def compared(record: Record) -> str:
@@ -233,7 +235,7 @@ def compared(record: Record) -> str:
 @click.command()
 @console.options(MoEEvalSettings)
 def main(**options: Any) -> None:
-    """Evaluate a language model with experts: loss, perplexity, speed, load balance, bytes sent, profile."""
+    """Evaluate a language model with experts: loss, perplexity, speed, bytes sent, profile."""
     settings, here = MoEEvalSettings(**options), find_place()
     if settings.smoke:
         settings = replace(settings, **SMOKE)
@@ -241,9 +243,9 @@ def main(**options: Any) -> None:
     config = settings.config()
     settings.sizes(config, ranks)
     blocks = settings.blocks(config)
-    if settings.profiled:
-        with os_errors(f"write {settings.folder()}", "name another with --out"):
-            settings.folder().mkdir(parents=True, exist_ok=True)
+    for folder in settings.folders.values():
+        with os_errors(f"write {folder}", "name another with --out"):
+            folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0:
         settings.recorder("moe_eval", settings.on)
     start_ranks(work, settings.device, settings.nproc, settings, blocks)

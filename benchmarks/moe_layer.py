@@ -14,10 +14,9 @@ from typing import Any
 import click
 
 from benchmarks.expert_tables import layers, show
-from benchmarks.lib.expert_layer import Bench, LayerSettings, Way
-from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
+from benchmarks.lib.expert_layer import Bench, Candidate, LayerSettings, Way, cell, work
+from benchmarks.lib.launcher import rank_counts, run
 from benchmarks.lib.options import COUNT
-from benchmarks.records import Record
 from cs336_systems.comm import Group
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
@@ -42,7 +41,7 @@ class MoELayerSettings(LayerSettings):
 
     def sort(self) -> Way:
         """The sorted layer. Raises UserError for one that cannot be."""
-        return self.way("sort", self.experts, Mixture(eval_fraction=self.eval_fraction))
+        return self.sorted(self.experts, Mixture(eval_fraction=self.eval_fraction))
 
 
 def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
@@ -60,18 +59,6 @@ def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> li
     return [*found, Candidate(bench, dropless, about, found[1])]
 
 
-def tell(records: list[Record]) -> None:
-    """Print the table, and its ratios in words."""
-    einsum, sort, config = *records[:2], records[0].config
-    show(layers(records), records)
-    words = f"forward, top {config['top_k']}, {config['slots']} slots an expert: einsum takes "
-    words += f"{einsum.metrics['ratio_median']:.3g} times the CPU time of sort"
-    words += f" (and {einsum.predicted['flops'] / sort.predicted['flops']:.3g} times the FLOPs)"
-    if "bytes_ratio" in einsum.metrics:
-        words += f", and {einsum.metrics['bytes_ratio']:.4g} times the bytes of all-to-all"
-    console.console().print(words)
-
-
 @click.command()
 @console.options(MoELayerSettings)
 def main(**options: Any) -> None:
@@ -81,7 +68,7 @@ def main(**options: Any) -> None:
         settings = replace(settings, **SMOKE)
     settings.sort()
     counts = rank_counts([settings.nproc] if settings.nproc else [], [2], [settings.experts])
-    run(settings, "moe_layer", counts, partial(enter, settings), tell)
+    run(settings, "moe_layer", counts, partial(show, layers), work, partial(enter, settings))
 
 
 if __name__ == "__main__":

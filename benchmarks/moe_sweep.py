@@ -15,9 +15,9 @@ from typing import Any
 import click
 
 from benchmarks.expert_tables import show, sweep
-from benchmarks.lib.expert_layer import DEVICE, Bench, LayerSettings, Way
+from benchmarks.lib.expert_layer import DEVICE, Bench, Candidate, LayerSettings, Way, cell, work
 from benchmarks.lib.expert_picture import draw
-from benchmarks.lib.expert_turns import Candidate, cell, rank_counts, run
+from benchmarks.lib.launcher import rank_counts, run
 from benchmarks.lib.options import COUNT
 from cs336_systems.comm import Group
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -48,7 +48,7 @@ class MoESweepSettings(LayerSettings):
 
     def cell(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell of the grid. Raises UserError for one that cannot be."""
-        return self.way("sort", experts, *parse_capacity(capacity))
+        return self.sorted(experts, *parse_capacity(capacity))
 
 
 def parse_capacity(text: str) -> tuple[Mixture, bool]:
@@ -89,7 +89,7 @@ def main(**options: Any) -> None:
     counts = rank_counts(settings.nproc, (1, 2) if settings.smoke else (1, 2, 4), settings.experts)
     for experts, capacity in product(settings.experts, settings.capacity):
         settings.cell(experts, capacity)
-    shown = run(settings, "moe_sweep", counts, partial(enter, settings), lambda records: show(sweep(records), records))
+    shown = run(settings, "moe_sweep", counts, partial(show, sweep), work, partial(enter, settings))
     if shown and not settings.smoke:
         picture = settings.records_folder(DEVICE) / "moe_sweep.svg"
         print(printable(f"plot in {save(draw(shown), picture, '--results')}") if can_plot() else HOW_TO_PLOT)

@@ -106,10 +106,15 @@ class ParallelRun:
         return Record(benchmark, what, stamp, turn.steps, metrics, predicted, noise(summary))
 
 
-def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchmark: str) -> None:
+def start(
+    work: Callable[[Place, Any], None],
+    settings: ParallelSettings,
+    benchmark: str,
+    check: Callable[[Any, Place], None] = lambda settings, place: None,
+) -> None:
     """Run `work(place, settings)` on every rank: those that torchrun or Slurm started, or as many as --nproc says.
 
-    Raises UserError for what cannot be run.
+    Raises UserError for what cannot be run, also what `check` raises, which sees the settings before any rank starts.
     """
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1)
@@ -117,6 +122,7 @@ def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchm
     here, ranks = find_place(), settings.nproc or 2
     place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
     choose_backend(settings.backend, settings.on, place)
+    check(settings, place)
     if here.rank == 0:
         settings.recorder(benchmark, settings.on)
     start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)

@@ -32,13 +32,9 @@ def line_up(group: Group, device: torch.device) -> None:
 
 
 def time_ranks(
-    run: Callable[[], object],
-    group: Group,
-    device: torch.device,
-    warmup: int,
-    steps: int,
+    run: Callable[[], object], group: Group, device: torch.device, warmup: int, steps: int,
     advance: Callable[[str], None] = lambda note: None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Let all ranks do `run` together, warmup + steps times: milliseconds of those that count (rank sample).
 
     A small all-reduce before each, untimed, lets the ranks start together; the time until the last is done is then

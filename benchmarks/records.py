@@ -66,10 +66,10 @@ def open_records(folder: Path, benchmark: str) -> Path:
 say_once = cache(note_if_busy)
 
 
-def append_record(record: Record, path: Path) -> None:
-    """Append one line, whole or not at all, with a flag if the machine was busy at the start. A disk that is full does
-    not end the measurement: `appended`, which comes after the table, raises for it. Not-a-number is refused, since JSON
-    has none."""
+def append_record(record: Record, path: Path) -> Record:
+    """Append one line, whole or not at all: the record, which gets a flag if the machine was busy at the start. A full
+    disk does not end the measurement: `appended`, which comes after the table, raises for it. Not-a-number is refused,
+    since JSON has none."""
     record = replace(record, flags=[*record.flags, *filter(None, [busy()])])
     line, size = json.dumps(asdict(record), allow_nan=False), path.stat().st_size if path.exists() else 0
     try:
@@ -79,6 +79,7 @@ def append_record(record: Record, path: Path) -> None:
         unwritten.setdefault(path, []).append(error.strerror or str(error))
         with suppress(OSError):  # half a line would spoil the file
             os.truncate(path, size)
+    return record
 
 
 def require_written(path: Path) -> None:

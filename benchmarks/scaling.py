@@ -6,19 +6,19 @@ one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the
 
 import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import click
 
 from benchmarks.harness import ratios
+from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT
 from benchmarks.lib.scaling_anomalies import anomalies
 from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_measure import Answer
 from benchmarks.lib.scaling_plot import draw
 from benchmarks.lib.scaling_record import make_record, peak_flops, pipeline_bubble, study_run
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
@@ -37,9 +37,9 @@ from cs336_systems.host.text import printable
 from cs336_systems.presets import Precision, Recompute, preset
 from cs336_systems.schedule.lists import ScheduleName
 
-# What makes a smoke run short, in place of the defaults.
+# What makes a smoke run short, in place of the defaults; its batch fits four stages.
 SMOKE: dict[str, Any] = {"grid": "1x1x1,1x2x1", "context": 32, "rounds": 1, "steps": 1, "warmup": 1}
-SMOKE_BATCH: dict[str, Any] = {"micro_batch_size": 1, "global_batch_per_dp": 2}
+SMOKE |= {"micro_batch_size": 1, "global_batch_per_dp": 4}
 # A multiple of 128, to which tensor parallelism pads: all layouts then have the same logits to compute.
 VOCABULARY = 512
 
@@ -48,7 +48,6 @@ VOCABULARY = 512
 class ScalingSettings(LayoutOptions):
     """Options of the command line, one field each."""
 
-    words = ((" (--batch-size)", ""), ("--tp, --pp or --zero", "tp or pp in --grid, or --zero"))
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp.")
     objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
@@ -66,15 +65,17 @@ class ScalingSettings(LayoutOptions):
     sequence_parallel: bool = setting(False, "Split activations along the sequence, in layouts with tp ranks.")
     recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
 
-    def shortened(self, alone: bool) -> "ScalingSettings":
-        """The settings of a smoke run: options that the user has changed stay, and so do layouts of torchrun's ranks.
+    @property
+    def words(self) -> dict[str, str]:
+        """The trainer's words in messages, and this command's."""
+        shared = "choose a smaller --size or fewer ranks in --grid, which share this memory"  # no degree adds any
+        more = shared if self.on.type == "cpu" else "raise tp or pp in --grid, or --zero"
+        return {" (--batch-size)": "", "raise --tp, --pp or --zero": more}
 
-        So does the batch where it or the grid was changed, which have to fit each other.
-        """
-        kept = {name for name, value in asdict(ScalingSettings()).items() if getattr(self, name) != value}
-        less = SMOKE | ({} if kept & {"grid", "global_batch_size", *SMOKE_BATCH} else SMOKE_BATCH)
-        kept |= set() if alone else {"grid"}
-        return replace(self, **{name: value for name, value in less.items() if name not in kept})
+    def shortened(self, alone: bool) -> Self:
+        """The settings of a smoke run: what the user has changed stays, and so do layouts of torchrun's ranks."""
+        less = SMOKE | ({} if alone else {"grid": self.grid})
+        return self.smaller(**(less | {"global_batch_per_dp": None} if self.global_batch_size else less))
 
     def layouts(self, started: int) -> list[Layout]:
         """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks as it
@@ -144,14 +145,12 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
     step_ms, together = fmean(typical["samples_ms"]), peak_flops(peak, layout.ranks, settings.threads)
     flops = sum(forward_flops(*size).values()) + backward_flops(*size)
     metrics = record.metrics | efficiencies(layout, base) | {
-        "rounds": len(layout.turns),
         "ms_per_sample": step_ms / shape.global_batch,
         "tokens_per_s": 1e3 * shape.global_batch * layout.seq / step_ms,
         "mfu": 1e3 * flops / step_ms / together,
         "hfu": 1e3 * (flops + recompute_flops(*size)) / step_ms / together,
         "peak_flops": together,
         "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
-        "losses": layout.gate["losses"],
     }  # fmt: skip
     metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes", "gpu_utilisation")}
     return replace(record, metrics=metrics)

@@ -35,9 +35,7 @@ SENT_AS_OBJECTS = (
     "recv_object_list",
 )
 # What this project is compared with may pickle: files that it has just written, in a folder of its own.
-PEERS = {
-    "benchmarks/lib/checkpoint_candidates.py": {"torch.save", "torch.distributed.checkpoint.state_dict_loader.load"}
-}
+PEERS = {"benchmarks/checkpoints.py": {"torch.save", "torch.distributed.checkpoint.state_dict_loader.load"}}
 SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 # Where an attribute of torch is named by a variable.
 BY_NAME = {"kernels/launch.py": "torch.ops.cs336_kernels", "cs336_systems/check/foreign.py": "torch.distributed"}

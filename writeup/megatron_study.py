@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from benchmarks.lib.scaling_anomalies import marks
-from benchmarks.lib.scaling_run import ScalingRun, bubble, default_base, efficiency, ideal_bubble, utilisation
-from benchmarks.lib.scaling_tables import percent
+from benchmarks.lib.scaling_logs import ScalingRun, bubble, default_base, efficiency, ideal_bubble
+from benchmarks.lib.scaling_tables import percent, utilisation
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import StepTime, step_time

@@ -1,4 +1,4 @@
-"""Calls and times by name that the profiler counts during an evaluation; the published numbers; the record.
+"""Calls and times by name that the profiler counts during an evaluation; the published numbers.
 
 fairseq's eval_lm was profiled on a 15B mixture of experts: four V100 evaluated five batches of one block of 2048 tokens
 each, 12 layers, every second with 512 experts, of which a rank has 128. Every matrix product of that is determined
@@ -7,46 +7,29 @@ The figures are those of the published table of rank 1.
 """
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness import noise
-from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, TAGS, WITH, WITHOUT, tagged
-from benchmarks.lib.expert_scores import How, Outcome, Scorer
-from benchmarks.lib.scaling_record import affinity
+from benchmarks.lib.expert_scores import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, How, Scorer, Tally, tagged
 from benchmarks.rank_times import line_up
-from benchmarks.records import Record
 from cs336_systems.comm import agree
-from cs336_systems.cost import experts as cost
 from cs336_systems.presets import Dispatch, ModelConfig
 from cs336_systems.profiling import Capture
 from cs336_systems.profiling.capture import quiet_profiler
 from cs336_systems.profiling.names import parse_collective, parse_tag, step_number
 
-Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
+Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all
 RANKS, BATCHES = 4, 5
 ALL_TO_ALL = "launch all-to-all"  # in the published table it is NCCL's kernel
 # Equal by construction; then what it depends on how one reads words and which torch it is.
 PUBLISHED = {
-    "aten::addmm": 7740,
-    "aten::linear": 8015,
-    "aten::matmul": 275,
-    "aten::mm": 335,
-    "aten::gelu": 3870,
-    "aten::bmm": 180,
-    ALL_TO_ALL: 60,
-    DECODER: 5,
-    WITH: 30,
-    WITHOUT: 30,
-    ATTENTION: 60,
-    MOE: 30,
-}
+    "aten::addmm": 7740, "aten::linear": 8015, "aten::matmul": 275, "aten::mm": 335, "aten::gelu": 3870,
+    "aten::bmm": 180, ALL_TO_ALL: 60, DECODER: 5, WITH: 30, WITHOUT: 30, ATTENTION: 60, MOE: 30,
+}  # fmt: skip
 OF_WORDS = {"aten::item": 40_995, "aten::select": 51_220}
 
 
@@ -77,12 +60,12 @@ def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, tuple[i
 
 
 def count_calls(
-    scorer: Scorer, dispatch: Dispatch, batches: int, how: How, folder: Path | None, about: dict[str, Any]
+    scorer: Scorer, batches: int, how: How, size: str, dispatch: Dispatch, folder: Path | None
 ) -> list[Calls]:
     """Score some batches under the profiler: each rank's calls, the same on every rank, all of which must call this.
     With a folder every rank leaves its trace there. Counts what `key_averages` does, without a Python object for each
     of hundreds of thousands of events."""
-    tally, world, device = scorer.new_tally(dispatch), scorer.mesh.world, scorer.device
+    tally, world, device = Tally(dispatch), scorer.mesh.world, scorer.device
 
     def score() -> None:
         line_up(world, device)
@@ -92,6 +75,7 @@ def count_calls(
                     scorer.take(number, tally, how)
 
     if folder is not None:
+        about = {"size": f"{size}, {dispatch}", "device": device.type}
         with Capture(folder, world, scorer.model, steps=batches, device=device, meta=about) as capture:
             score()
         run = capture.profiler
@@ -103,55 +87,24 @@ def count_calls(
 
 
 def calls_of(run: profile) -> Calls:
-    """Calls by name on the host, and the nanoseconds of what is no operator. Numbered collectives count by verb; steps
-    and modules, which only the merged trace shows, do not count."""
+    """Calls by name on the host, and the nanoseconds of all. Numbered collectives count by verb; steps and modules,
+    which only the merged trace shows, do not count."""
     assert run.profiler is not None
     assert run.profiler.kineto_results is not None
-    operators, found = Counter[str](), Calls()
+    found: Calls = defaultdict(lambda: [0, 0])
     for event in run.profiler.kineto_results.events():
         name = event.name()
-        if name.startswith("aten::"):
-            operators[name] += 1
-            continue
-        if collective := parse_collective(name):
-            name = f"{collective.action} {collective.verb}"
-        if event.device_type() == DeviceType.CPU and not parse_tag(name) and step_number(name) is None:
-            entry = found.setdefault(name, [0, 0])
-            entry[0] += 1
-            entry[1] += event.duration_ns()
-    return found | {name: [count, 0] for name, count in operators.items()}
+        if not name.startswith("aten::"):
+            if collective := parse_collective(name):
+                name = f"{collective.action} {collective.verb}"
+            if event.device_type() != DeviceType.CPU or parse_tag(name) or step_number(name) is not None:
+                continue
+        entry = found[name]
+        entry[0] += 1
+        entry[1] += event.duration_ns()
+    return found
 
 
 def spread(counts: Sequence[int]) -> str:
     """`7,740`, or `7,740 to 7,800` where ranks differ."""
     return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
-
-
-def make_record(
-    scorer: Scorer, outcome: Outcome, ranks: list[Calls], chosen: dict[str, Any], width: int, stamp: dict[str, Any]
-) -> Record:
-    """The record of a formulation. `chosen` are options that it quotes, `width` the bytes of a number, `stamp` is the
-    machine's environment."""
-    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
-    what: dict[str, Any] = chosen | {
-        "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
-        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
-        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
-        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(outcome.samples_ms),
-        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
-    }  # fmt: skip
-    names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
-    times = [(each.get("wait all-to-all", [0, 0])[1], each.get(RUN, [0, 0])[1]) for each in ranks]
-    metrics = outcome.metrics | {
-        "waiting": [wait / run if run else 0.0 for wait, run in times],  # of the evaluation, in all-to-alls
-        "calls": {name: [each.get(name, [0, 0])[0] for each in ranks] for name in names},
-    }
-    predicted: dict[str, Any] = {}
-    if config.num_experts and sizes["ep"] > 1:
-        config = replace(config, mixture=replace(mixture, dispatch=outcome.dispatch))
-        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
-        predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, width)
-    flags = noise(metrics)
-    if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
-        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
-    return Record("moe_eval", what, stamp, outcome.samples_ms, metrics, predicted, flags)

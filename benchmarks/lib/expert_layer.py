@@ -1,6 +1,11 @@
-"""One expert layer over several ranks: ways to dispatch its tokens, their predicted cost, and the gate."""
+"""One expert layer over several ranks: ways to dispatch its tokens, their predicted cost, the gate, and their turns."""
 
-from dataclasses import dataclass, replace
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -8,16 +13,23 @@ from torch import Tensor
 
 from benchmarks.collective import room
 from benchmarks.gate import UNIT_ROUNDOFF
-from benchmarks.harness import WrongResultError, require_close
+from benchmarks.harness import WrongResultError, noise, ratios, require_close, summarise, take_turns
+from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT, RecordOptions
-from cs336_systems.comm import Group, agree
+from benchmarks.rank_times import gather_times, line_up
+from benchmarks.records import Record
+from cs336_systems.comm import Group, Place, agree, distributed, record
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
+from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.host.console import PATIENCE, format_bytes, setting
+from cs336_systems.host.machine import PeakMemory, device_name, environment
 from cs336_systems.layout import MAPPED
 from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.routing import gate
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
@@ -44,11 +56,11 @@ class LayerSettings(RecordOptions):
     rounds: int = setting(5, "Turns of each candidate.", type=COUNT)
     steps: int = setting(1, "Timed passes per turn.", type=COUNT)
 
-    def way(self, name: str, experts: int, mixture: Mixture, training: bool = False) -> "Way":
-        """A layer with biases, as fairseq's have. Raises UserError for one that cannot be."""
+    def sorted(self, experts: int, mixture: Mixture, training: bool = False) -> "Way":
+        """A sorted layer with biases, as fairseq's have. Raises UserError for one that cannot be."""
         shape = (1, self.tokens, self.d_model, self.d_ff, 1, 1)
         config = ModelConfig(*shape, bias=True, num_experts=experts, expert_every=1, mixture=mixture)
-        return Way(name, config, training)
+        return Way("sort", config, training)
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,15 @@ class Bench:
 
     def __init__(self, config: ModelConfig, skew: float, group: Group) -> None:
         self.group, self.skew, self.tokens = group, skew, config.context_length
+        # Weights, tokens in three copies, the router's scores, and a sorted pass's rows before and after each product.
+        weights, rows = 2 * config.expert_d_ff * config.num_experts // group.size(), config.mixture.top_k * self.tokens
+        need = (weights + 3 * self.tokens + 2 * rows) * config.d_model + self.tokens * config.num_experts
+        need, have = ITEM * (need + 2 * rows * config.expert_d_ff), room(group, DEVICE)
+        if need > have:
+            raise UserError(
+                f"{self.tokens} tokens and {config.num_experts} experts need {format_bytes(need)} on each of "
+                f"{group.size()} ranks, where {format_bytes(have)} are usable: choose fewer --tokens or --experts"
+            )
         self.layer = build_layer(config, group)
         common = torch.randn(config.d_model, generator=torch.Generator().manual_seed(0))
         own = torch.Generator().manual_seed(1 + group.rank())
@@ -164,3 +185,105 @@ class Bench:
             wrong = str(refused)
         if found := [each for each in agree("gate", wrong, self.group) if each]:
             raise WrongResultError(found[0])
+
+
+Lap = list[float]  # milliseconds of a turn: of the processor, the kernel's part of that, and by the clock
+
+
+def clocks() -> Lap:
+    """Milliseconds on the clocks of a `Lap`."""
+    kernel = resource.getrusage(resource.RUSAGE_SELF).ru_stime
+    return [1e3 * time.process_time(), 1e3 * kernel, 1e3 * time.perf_counter()]
+
+
+@dataclass
+class Candidate:
+    """A way on a bench, what one pass sent and held, and what it took in every turn. `about` is what the record's
+    configuration says beside the layer; ratios are to `baseline`, by default itself, in the same rounds."""
+
+    bench: Bench
+    way: Way
+    about: dict[str, Any]
+    baseline: "Candidate | None" = None
+    sent: dict[str, Any] = field(default_factory=dict)
+    laps: list[Lap] = field(default_factory=list)
+
+    def observe(self) -> None:
+        """One pass that is not timed: what it sends, drops and holds, of all ranks the mean, of memory the most."""
+        bench, way, memory = self.bench, self.way, PeakMemory(DEVICE)
+        with record() as events:
+            bench.run(way)
+        peak, sizes = memory.read(), [event.nbytes for event in events if event.label != "expert counts"]
+        load = gate(bench.layer.logits(bench.x[0]).detach(), way.config.mixture, way.slots(bench.tokens)).load
+        dropped = 1 - load.kept.sum().item() / load.wanted.sum().item()
+        numbers = [sum(sizes) / (len(sizes) or 1), sum(event.nbytes for event in events), dropped]
+        every = gather_times([*numbers, -1 if peak is None else peak], bench.group, DEVICE)
+        one, layer, dropped, _ = every.mean(dim=0).tolist()
+        self.sent = {"all_to_all_bytes": one, "layer_bytes": layer, "dropped_share": dropped}
+        self.sent["rows"] = one / (ITEM * way.config.d_model) if sizes else None
+        self.sent["peak_memory_bytes"] = None if peak is None else int(every[:, -1].max().item())
+
+    def turn(self, steps: int) -> Lap:
+        """Time some passes, which a small all-reduce lets all ranks start as one."""
+        line_up(self.bench.group, DEVICE)
+        start = clocks()
+        for _ in range(steps):
+            self.bench.run(self.way)
+        return [(end - begin) / steps for begin, end in zip(start, clocks(), strict=True)]
+
+    def record(self, benchmark: str, steps: int, predicted: dict[str, Any], stamp: dict[str, Any]) -> Record:
+        """The record; `stamp` is the machine's environment."""
+        config, bench = self.way.config, self.bench
+        what = {
+            "candidate": self.way.name, "experts": config.num_experts, "tokens": bench.tokens,
+            "slots": self.way.slots(bench.tokens), "d_model": config.d_model, "d_ff": config.expert_d_ff,
+            "top_k": config.mixture.top_k, "skew": bench.skew, "backward": False, "steps": steps,
+            "ranks": bench.group.size(), "backend": "gloo",
+        }  # fmt: skip
+        samples, system, wall = (list(column) for column in zip(*self.laps, strict=True))
+        base = self.baseline or self
+        user = ([cpu - kernel for cpu, kernel, _ in each.laps] for each in (self, base))
+        metrics = summarise(samples) | self.sent | ratios(samples, [cpu for cpu, _, _ in base.laps])
+        metrics |= {"system_ms": median(system), "wall_ms": median(wall)}
+        metrics["user_ratio_median"] = ratios(*user)["ratio_median"]
+        if metrics["layer_bytes"]:
+            metrics["bytes_ratio"] = metrics["layer_bytes"] / base.sent["layer_bytes"]
+        return Record(benchmark, what | self.about, stamp, samples, metrics, predicted, noise(metrics))
+
+
+def cell(bench: Bench, way: Way, about: dict[str, Any]) -> list[Candidate]:
+    """A sorted layer that the gate has seen, after its one-hot twin where the tensors of that are not too large. Every
+    rank decides alike. Raises WrongResultError if the two differ."""
+    one_hot, sort = way.changed("einsum", dispatch="einsum"), Candidate(bench, way, about)
+    fits = not one_hot.too_large(bench.tokens, bench.group)
+    bench.check(way, bench.tokens if fits else None)
+    return [Candidate(bench, one_hot, about, sort)] * fits + [sort]
+
+
+Enter = Callable[[Group, dict[str, Any]], list[Candidate]]
+
+
+def work(place: Place, settings: LayerSettings, benchmark: str, enter: Enter) -> Answer:
+    """One rank's part: `enter` checks the candidates of these ranks, then all take turns, A B A B, after a pass each
+    that does not count. Returns the records; `enter` gets what they say of the nodes."""
+    torch.set_num_threads(1)  # idle ones would spin and add to CPU time
+    with distributed(DEVICE, "gloo", settings.timeout, place) as group:
+        ranks, steps = group.size(), settings.steps
+        # All ranks at once, each with its thread, as they are timed; the predictions are from the first one's.
+        hardware = probe(DEVICE, "fp32", device_name(DEVICE), 0.02 if settings.smoke else 0.3)
+        candidates = enter(group, {"nodes": place.world_size // place.local_world_size})
+        said = [each.way.predict(each.bench.tokens, ranks, hardware) for each in candidates]
+        for each in candidates:
+            each.observe()
+        turns = {f"{n}: {each.way.name}": partial(each.turn, steps) for n, each in enumerate(candidates, 1)}
+        seconds = settings.rounds * steps * sum(predicted["mean_ms"] for predicted in said) / 1e3
+        laps = take_turns(turns, settings.rounds, seconds, quiet=group.rank() > 0)
+        for each, mine in zip(candidates, laps.values(), strict=True):
+            # Of all ranks the means of CPU time, and the slowest by the clock.
+            every = gather_times([ms for lap in mine for ms in lap], group, DEVICE).view(ranks, -1, 3)
+            each.laps = torch.cat((every[..., :2].mean(0), every[..., 2:].amax(0)), dim=1).tolist()
+        if group.rank() > 0:
+            return {"records": []}
+        stamp = environment(DEVICE, settings.commit) | {"world_size": ranks, "backend": "gloo"}
+        pairs = zip(candidates, said, strict=True)
+        return {"records": [asdict(each.record(benchmark, steps, predicted, stamp)) for each, predicted in pairs]}

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from itertools import cycle
+from operator import attrgetter
 from typing import Any
 
 from benchmarks.allreduce_plot import name_ticks
 from benchmarks.collective import size_name
+from benchmarks.lib.sheets import groups
 from benchmarks.records import Record
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
 CANDIDATES = {"einsum": "black", "sort": "#E69F00"}
-DASHES = ("-", "--", ":")
+DASHES, EVERY = ("-", "--", ":"), "einsum, all experts"
 
 
 def chosen_capacity(records: Sequence[Record]) -> str:
@@ -31,17 +34,15 @@ def lines(
     records: Iterable[Record], place: Callable[[Record], float], *names: str
 ) -> dict[tuple[Any, ...], list[Record]]:
     """Records by the values of some fields, each line in the order of their `place` on the axis."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for record in sorted(records, key=place):
-        found.setdefault(tuple(record.config[name] for name in names), []).append(record)
-    return dict(sorted(found.items()))
+    found = groups(sorted(records, key=place), lambda record: tuple(record.config[name] for name in names))
+    return dict(sorted((tuple(line[0].config[name] for name in names), line) for line in found))
 
 
 def draw(records: Sequence[Record]) -> Any:
     """A matplotlib Figure of one sweep."""
     figure = import_module("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
     times, sent, dropped = figure.subplots(1, 3)
-    most = max(record.config["ranks"] for record in records)
+    config, most = records[0].config, max(record.config["ranks"] for record in records)
     sort, einsum = (
         [each for each in records if (each.config["ranks"], each.config["candidate"]) == (most, name)]
         for name in ("sort", "einsum")
@@ -51,21 +52,24 @@ def draw(records: Sequence[Record]) -> Any:
     if most == 1:
         sent.text(0.5, 0.5, "one rank sends nothing", transform=sent.transAxes, ha="center")
     else:
-        _draw_sent(sent, sort, einsum)
+        _over_factor(sent, sort, "all_to_all_bytes", "sort, {} experts")
+        _over_factor(sent, einsum, "all_to_all_bytes")
+        for record in [record for record in sort if record.config["slots"] is None][:1]:
+            nbytes = record.metrics["all_to_all_bytes"]
+            sent.axhline(nbytes, color="black", linestyle=":", label="sort, dropless")
+        _name_steps(sent, "sent by a rank in one all-to-all", size_name)
     _over_factor(dropped, sort, "dropped_share", "{} experts")
     dropped.set_ylim(bottom=0)
     dropped.set_ylabel("choices that find no slot")
     name_ticks(dropped.yaxis, lambda value: f"{value:.0%}")
     tidy(dropped, "Dropped")
-    config, where = records[0].config, records[0].environment
     figure.suptitle(
         f"Expert layers, {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
-        f"top {config['top_k']}, skew {config['skew']:g}, on {plot_text(where['device'])}",
+        f"top {config['top_k']}, skew {config['skew']:g}, on {plot_text(records[0].environment['device'])}",
         fontsize="medium",
     )
-    for axes in (times, sent, dropped):
-        if axes.lines:
-            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
+    for axes in filter(attrgetter("lines"), (times, sent, dropped)):
+        axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     return figure
 
 
@@ -76,31 +80,22 @@ def _draw_times(axes: Any, records: Sequence[Record]) -> None:
     for (name, count), line in lines(every, lambda record: record.config["experts"], "candidate", "ranks").items():
         number, experts = ranks.index(count), [record.config["experts"] for record in line]
         look = {"color": CANDIDATES[name], "marker": STYLES[number % len(STYLES)][1], "markersize": 5}
-        seconds = [record.metrics["median_ms"] / 1e3 for record in line]
-        label = f"{name}, {count} rank{'s' * (count > 1)}"
-        axes.plot(experts, seconds, DASHES[number % len(DASHES)], label=label, **look)
+        look["label"] = f"{name}, {count} rank{'s' * (count > 1)}"
+        axes.plot(experts, [each.metrics["median_ms"] / 1e3 for each in line], DASHES[number % len(DASHES)], **look)
     ticks_at(axes, sorted({record.config["experts"] for record in every}))
     axes.set_xlabel("experts")
     _name_steps(axes, "CPU time of a layer, a rank", format_seconds)
     tidy(axes, f"Time, capacity {capacity}{' of the tokens' if capacity[-1].isdigit() else ''}")
 
 
-def _draw_sent(axes: Any, sort: Sequence[Record], einsum: Sequence[Record]) -> None:
-    _over_factor(axes, sort, "all_to_all_bytes", "sort, {} experts")
-    _over_factor(axes, einsum, "all_to_all_bytes")
-    for record in [record for record in sort if record.config["slots"] is None][:1]:
-        axes.axhline(record.metrics["all_to_all_bytes"], color="black", linestyle=":", label="sort, dropless")
-    _name_steps(axes, "sent by a rank in one all-to-all", size_name)
-
-
 def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = "") -> None:
     """A metric over the capacity: a line for each number of experts, or without a label one for all."""
     limited = [record for record in records if record.config["slots"] is not None]
-    for each, (names, line) in enumerate(lines(limited, factor, *["experts"] * bool(label)).items()):
-        colour, marker = STYLES[each % len(STYLES)] if label else ("black", "x")
-        name = label.format(*names) or "einsum, all experts"
-        values = [record.metrics[key] for record in line]
-        axes.plot(list(map(factor, line)), values, color=colour, marker=marker, markersize=5, label=name)
+    styles = cycle(STYLES if label else [("black", "x")])
+    found = lines(limited, factor, *["experts"] * bool(label)).items()
+    for (names, line), (colour, marker) in zip(found, styles, strict=False):
+        look = {"color": colour, "marker": marker, "markersize": 5, "label": label.format(*names) or EVERY}
+        axes.plot(list(map(factor, line)), [record.metrics[key] for record in line], **look)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("capacity: slots of all experts / tokens")
     name_ticks(axes.xaxis, lambda value: f"{value:g}")

@@ -2,36 +2,144 @@
 
 Block i goes to rank i mod ranks. All ranks take equally many batches of one shape, since each must enter every
 all-to-all: what is missing at the end is padding, whose targets count for nothing. The score is the sum of the
-log-probabilities of all targets. Each block's is summed in float64 by the rank that has it, and all are added up in the
-order of the blocks, so that it does not matter which rank had which.
+log-probabilities of all targets, in float64.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import record_function
 
 from benchmarks.harness import WrongResultError, summarise
-from benchmarks.lib.expert_model import build, surround, use
-from benchmarks.rank_times import now
-from cs336_systems.comm import Mesh, agree, all_reduce, record
-from cs336_systems.data.corpus import IGNORED, Batch
+from benchmarks.rank_times import gather_times, now
+from cs336_systems.comm import Mesh, record
+from cs336_systems.cost.capacity import describe_parts
+from cs336_systems.cost.experts import padded_rows
+from cs336_systems.data.corpus import IGNORED, Batch, count_targets
+from cs336_systems.errors import UserError
+from cs336_systems.expert_parallel import ExpertParallel, expert_parallel
+from cs336_systems.host.console import format_bytes
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.transformer import Block, TransformerLM
 from cs336_systems.presets import Dispatch, ModelConfig
+from cs336_systems.tensor_parallel.plan import tensor_parallel
+
+# What the published profile of fairseq's eval_lm tagged, by its names; each call is a span of the trace.
+RUN, DECODER, WITH, WITHOUT, ATTENTION, MOE = TAGS = (
+    *("eval_lm", "TransformerDecoder", "TransformerDecoderLayer with MoE", "TransformerDecoderLayer without MoE"),
+    *("MultiheadAttention", "MoELayer"),
+)
+ONE_HOT_COPIES = 4  # of tokens x experts x slots that are alive at once: each choice's, their sum, and a cast
+
+
+class Projection(nn.Module):
+    """A linear layer that can add its bias `apart` from the product, with the same weights.
+
+    torch of 2021 did so for inputs of three dimensions; since then that is one `addmm`. Only where operators are
+    counted does it matter.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias, self.apart = linear.weight, linear.bias, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.apart and self.bias is not None:
+            return F.linear(x, self.weight) + self.bias
+        return F.linear(x, self.weight, self.bias)
+
+
+def use(model: TransformerLM, experts: ExpertParallel, dispatch: Dispatch) -> None:
+    """Compute expert layers by one sort or by one-hot tensors; with those, attention as torch did in 2021."""
+    for layer in experts.layers():
+        layer.mixture = replace(layer.mixture, dispatch=dispatch)
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.apart = dispatch == "einsum"
+
+
+def needed_memory(config: ModelConfig, model: nn.Module, rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of a rank at the fullest moment, from above: its parameters (which may be on the meta device), and what
+    one batch makes."""
+    seq, wide, tokens = config.context_length, max(4, dtype.itemsize), rows * config.context_length
+    found = {
+        "parameters": sum(p.numel() for p in model.parameters()) * wide,
+        "logits": 3 * tokens * config.vocab_size * wide,
+        "attention": 3 * rows * config.num_heads * seq**2 * wide if config.attention == "naive" else 0,
+    }
+    if config.mixture.dispatch == "einsum":
+        slots = padded_rows(config, tokens, training=False)
+        found |= {"one-hot tensors": ONE_HOT_COPIES * tokens * slots * wide, "slots": 3 * slots * config.d_model * wide}
+    return found
+
+
+def build(
+    config: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype, rows: int, free: int
+) -> tuple[TransformerLM, ExpertParallel]:
+    """This rank's part of a model without gradients, and its experts; the random weights are the same in every layout.
+
+    Raises UserError for experts or matrices that do not divide, and if a batch needs more than `free` bytes.
+    """
+    model = TransformerLM(config, "meta")
+    plan = tensor_parallel(model, mesh.tp)
+    experts = expert_parallel(model, mesh.ep, mesh.data)
+    parts = needed_memory(config, model, rows, dtype)
+    if (need := sum(parts.values())) > free:
+        raise UserError(
+            f"a batch of {rows} x {config.context_length} tokens needs {format_bytes(need)} on a rank "
+            f"({describe_parts(parts)}), but {format_bytes(free)} are free; lower --context or --batch-size"
+            + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
+        )
+    plan.init_weights(0, device)
+    for block in model.blocks:
+        for name in ("query", "key", "value", "out"):
+            if isinstance(linear := getattr(block.attention, name), nn.Linear):
+                block.set_submodule(f"attention.{name}", Projection(linear))
+    return model.to(dtype).eval().requires_grad_(False), experts
+
+
+@contextmanager
+def tagged(model: TransformerLM) -> Iterator[None]:
+    """Inside the block, calls of the model's parts are spans of the names above. The model knows nothing of it."""
+    parts: list[tuple[nn.Module, str]] = [(model, DECODER)]
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        has_experts = isinstance(block.feed_forward, MoELayer)
+        parts += [(block, WITH if has_experts else WITHOUT), (block.attention, ATTENTION)]
+        parts += [(block.feed_forward, MOE)] if has_experts else []
+    plain = [surround(module, partial(record_function, tag)) for module, tag in parts]
+    try:
+        yield
+    finally:
+        for (module, _), forward in zip(parts, plain, strict=True):
+            module.forward = forward
+
+
+def surround(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """Make a module run its forward inside a context; returns the forward before. Around `forward` itself and not by
+    hooks, whose spans would cross those that `Capture` makes by hooks."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return forward(*args, **kwargs)
+
+    module.forward = run
+    return forward
+
 
 How = Literal["fast", "slow"]
 Words = list[tuple[int, float]]  # each with its log-probability in nats
-NO_BLOCK = -1  # the number of a row that is padding, which is the last
-SEPARATOR = " | "  # between a collective's verb and its label
-EXTREME = 0.2  # of the experts: the most and the least loaded
 
 
 class Blocks:
@@ -42,25 +150,16 @@ class Blocks:
         self.count = ceil((len(tokens) - 1) / context)
         padded = np.full((self.count + 1) * context + 1, IGNORED)  # not in torch: ranks are forked after this
         padded[: len(tokens)] = tokens
-        # Each block and the token after it; the last is padding.
+        # Each block and the token after it; number `count` is padding.
         self.rows = np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context]
-
-    def targets(self, block: int) -> int:
-        """Number of targets in a block."""
-        return int((self.rows[block, 1:] != IGNORED).sum())
 
     def batches(self, ranks: int, rows: int) -> int:
         """Batches of `rows` blocks that each of `ranks` ranks takes until all are scored."""
         return ceil(self.count / (ranks * rows))
 
-    def numbers(self, batch: int, rank: int, ranks: int, rows: int) -> list[int]:
-        """The blocks of a rank's batch, NO_BLOCK where there is none left."""
-        found = [rank + ranks * (batch * rows + row) for row in range(rows)]
-        return [number if number < self.count else NO_BLOCK for number in found]
-
     def batch(self, batch: int, rank: int, ranks: int, rows: int) -> Batch:
         """A rank's batch: tokens, targets and the mask of real tokens, (rows context), and the blocks' numbers."""
-        numbers = self.numbers(batch, rank, ranks, rows)
+        numbers = [min(rank + ranks * (batch * rows + row), self.count) for row in range(rows)]
         tokens, targets = (torch.from_numpy(self.rows[numbers, part]) for part in (slice(-1), slice(1, None)))
         real = targets != IGNORED
         return Batch(tokens * real, targets, torch.tensor(numbers), padding_mask=real)
@@ -96,21 +195,10 @@ class Tally:
     """Counts of one formulation on this rank, and its seconds per batch."""
 
     dispatch: Dispatch
-    wanted: Tensor  # (layers top_k experts), choices
-    kept: Tensor  # (layers top_k), of them
-    blocks: dict[int, float] = field(default_factory=dict)  # the score of each, in nats
-    words: Words = field(default_factory=list)
-    laps: list[tuple[float, ...]] = field(default_factory=list)  # of a batch: scoring, reading, CPU, of that in experts
-    collectives: dict[str, list[int]] = field(default_factory=dict)  # times and bytes, by verb and label
-
-
-class Outcome(NamedTuple):
-    """Results of a formulation on all ranks: scores of blocks, milliseconds of batches, and the record's metrics."""
-
-    dispatch: Dispatch
-    blocks: dict[int, float]
-    samples_ms: list[float]
-    metrics: dict[str, Any]
+    score: float = 0.0  # the sum of the targets' log-probabilities, in nats
+    tokens: int = 0
+    laps: list[float] = field(default_factory=list)  # of each batch: scoring, reading, CPU, of that in experts
+    sent: list[int] = field(default_factory=list)  # bytes of each all-to-all that carries tokens
 
 
 class Scorer:
@@ -134,12 +222,6 @@ class Scorer:
         yield
         self.layers_cpu += time.process_time() - begun
 
-    def new_tally(self, dispatch: Dispatch) -> Tally:
-        """Make an empty tally."""
-        shape = self.config.expert_layers, self.config.mixture.top_k, self.config.num_experts
-        wanted = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        return Tally(dispatch, wanted, torch.zeros_like(wanted[..., 0]))
-
     @torch.no_grad()
     def log_probs(self, number: int) -> tuple[Batch, Tensor, Tensor]:
         """Score a batch: (it on the host, targets on the device, their log-probabilities in nats), each (rows seq);
@@ -156,70 +238,33 @@ class Scorer:
     def take(self, number: int, tally: Tally, how: How) -> None:
         """Score a batch in the tally's formulation, and read its words."""
         use(self.model, self.experts, tally.dispatch)
-        self.layers_cpu = 0.0
-        cpu, begun = time.process_time(), now(self.device)
+        self.layers_cpu, cpu, begun = 0.0, time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)
-        sums = log_probs.sum(1)
+        total = log_probs.sum()
         scored, cpu = now(self.device), time.process_time() - cpu
-        for event in events:
-            entry = tally.collectives.setdefault(f"{event.verb}{SEPARATOR}{event.label}", [0, 0])
-            entry[:] = entry[0] + 1, entry[1] + event.nbytes
         assert known.targets is not None
-        assert known.rows is not None
-        if tally.dispatch == "sort" and bool((known.targets != IGNORED).any()):
-            loads = [layer.load for layer in self.experts.layers() if layer.load is not None]
-            for layer, load in enumerate(loads):
-                tally.wanted[layer] += load.wanted
-                tally.kept[layer] += load.kept
-        reading = now(self.device)
-        tally.words += READERS[how](targets, log_probs, known.targets)
-        tally.laps.append((scored - begun, now(self.device) - reading, cpu, self.layers_cpu))
-        tally.blocks |= dict(zip(known.rows.tolist(), sums.tolist(), strict=True))
-        tally.blocks.pop(NO_BLOCK, None)
+        READERS[how](targets, log_probs, known.targets)
+        tally.laps += [scored - begun, now(self.device) - scored, cpu, self.layers_cpu]
+        tally.sent += [event.nbytes for event in events if event.label in ("dispatch", "combine")]
+        tally.score += total.item()
+        tally.tokens += int(count_targets(known))
 
-    def share(self, tally: Tally) -> Outcome:
-        """Combine the results of all ranks, the same on each. Every rank must call this. Raises WrongResultError for a
-        score that is not finite."""
-        load = {}
-        if tally.dispatch == "sort" and self.config.num_experts:
-            for total in (tally.wanted, tally.kept):
-                all_reduce(total.view(-1), self.mesh.data, "load", "sum").wait()
-            load = summarise_load(tally.wanted.cpu(), tally.kept.cpu())
-        if not math.isfinite(score := sum(tally.blocks.values())):
+    def share(self, tally: Tally) -> tuple[list[float], dict[str, Any]]:
+        """(milliseconds of the batches, metrics) of all ranks, the same on each. Every rank must call this. Raises
+        WrongResultError for a score that is not finite."""
+        score, tokens = gather_times([tally.score, tally.tokens], self.mesh.data, self.device).sum(0).tolist()
+        if not math.isfinite(score):
             raise WrongResultError(f"{tally.dispatch}: the score is {score}; no speed reported")
-        mine = {"laps": tally.laps, "collectives": tally.collectives, "blocks": list(tally.blocks.items())}
-        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine, allow_nan=False), self.mesh.world)]
-        blocks = dict(sorted(pair for rank in ranks for pair in rank.pop("blocks")))
-        tokens, score = sum(map(self.blocks.targets, blocks)), math.fsum(blocks.values())
-        laps = np.array([rank["laps"] for rank in ranks])  # (rank batch 4), seconds
-        scoring, reading, cpu, layers_cpu = np.moveaxis(laps, 2, 0)
-        samples = (1e3 * scoring.max(axis=0)).tolist()
-        seconds, without = (each.sum(axis=1).max() for each in (scoring + reading, scoring))  # of the slowest rank
-        rows = [f"all-to-all{SEPARATOR}{label}" for label in ("dispatch", "combine")]  # that carry tokens
-        sent = [rank["collectives"][name] for rank in ranks for name in rows if name in rank["collectives"]]
-        metrics = summarise(samples) | load | {
+        laps = gather_times(tally.laps, self.mesh.world, self.device).view(self.mesh.world.size(), -1, 4)
+        scoring, reading, cpu, layers_cpu = laps.unbind(2)  # (rank batch)
+        samples = (1e3 * scoring.amax(0)).tolist()
+        seconds, without = (each.sum(1).max().item() for each in (scoring + reading, scoring))  # of the slowest rank
+        sent, times = gather_times([sum(tally.sent), len(tally.sent)], self.mesh.world, self.device).sum(0).tolist()
+        return samples, summarise(samples) | {
             "loss": -score / tokens / math.log(2), "perplexity": math.exp(-score / tokens), "score": score,  # bits
-            "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
-            "cpu_ms_per_batch": 1e3 * cpu.mean(),
-            "cpu_ms_per_layer": 1e3 * layers_cpu.mean() / max(1, self.config.expert_layers),
-            "bytes_per_all_to_all": sum(nbytes for _, nbytes in sent) / sum(n for n, _ in sent) if sent else None,
-            "collectives": [rank["collectives"] for rank in ranks],
+            "tokens": int(tokens), "tokens_per_s": tokens / seconds, "tokens_per_s_without_words": tokens / without,
+            "cpu_ms_per_batch": 1e3 * cpu.mean().item(),
+            "cpu_ms_per_layer": 1e3 * layers_cpu.mean().item() / self.config.expert_layers,
+            "bytes_per_all_to_all": sent / times if times else None,
         }  # fmt: skip
-        return Outcome(tally.dispatch, blocks, samples, metrics)
-
-
-def summarise_load(wanted: Tensor, kept: Tensor) -> dict[str, float]:
-    """Balance of the experts' load, from (layers top_k experts) choices and (layers top_k) of them kept: the
-    share dropped, the shares on the most and least loaded fifth of the experts and how many nobody chose, the mean
-    over layers. fairseq (branch moe) logs the same."""
-    experts = wanted.sum(1).sort(dim=1, descending=True).values
-    few = math.ceil(EXTREME * experts.shape[1])
-    total = experts.sum(1)
-    return {
-        "dropped": 1 - float(kept.sum() / wanted.sum()),
-        "dropped_first": 1 - float(kept[:, 0].sum() / wanted[:, 0].sum()),
-        "most_loaded_share": float((experts[:, :few].sum(1) / total).mean()),
-        "least_loaded_share": float((experts[:, -few:].sum(1) / total).mean()),
-        "unused_experts": float((experts == 0).sum(1).double().mean()),
-    }

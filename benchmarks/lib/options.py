@@ -25,9 +25,7 @@ class Recorder:
     def keep(self, *records: Record) -> None:
         """Append records to the file."""
         for record in records:
-            self.records.append(record)
-            if self.path:
-                append_record(record, self.path)
+            self.records.append(append_record(record, self.path) if self.path else record)
 
     def tell(self) -> None:
         """Print the number of records and their file, after the table. Raises UserError if some were not written."""

@@ -6,7 +6,8 @@ from decimal import Decimal
 from statistics import median
 from typing import Literal, NamedTuple
 
-from benchmarks.lib.scaling_run import ScalingRun, top_level, top_level_ms
+from benchmarks.lib.scaling_logs import ScalingRun, top_level, top_level_ms
+from benchmarks.lib.sheets import groups
 
 # Copies within one device's memory: the same bytes on every layout with the same tp and pp, and no communication.
 COPIES = ("optimizer-copy-to-main-grad", "optimizer-copy-main-to-model-params")
@@ -36,16 +37,15 @@ class Anomaly(NamedTuple):
 
 def anomalies(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """All findings: of each run by itself, then of runs among those of the same model and layout, then of all."""
-    found: list[Anomaly] = []
-    for index, run in enumerate(runs):
-        found += _miscounted(index, run)
-        found += _mistimed(index, run)
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for index, run in enumerate(runs):
-        key = run.tp, run.pp, run.num_layers, run.hidden_size, run.seq_length, run.micro_batch_size, run.peak_flops
-        alike.setdefault(key, []).append(index)
-    starved = [each for group in alike.values() for each in _starved(runs, group)]
-    late = [each for group in alike.values() for each in _stragglers(runs, group)]
+
+    def kind(index: int) -> tuple[object, ...]:
+        run = runs[index]
+        return run.tp, run.pp, run.num_layers, run.hidden_size, run.seq_length, run.micro_batch_size, run.peak_flops
+
+    found = [each for index, run in enumerate(runs) for find in (_miscounted, _mistimed) for each in find(index, run)]
+    alike = groups(range(len(runs)), kind)
+    starved = [each for group in alike for each in _starved(runs, group)]
+    late = [each for group in alike for each in _stragglers(runs, group)]
     return [*found, *sorted(starved, key=lambda each: each.runs), *late, *_uneven_batches(runs)]
 
 

@@ -1,15 +1,177 @@
-"""Runs of a scaling study from files: logs of Megatron-LM or of cs336_systems.train, and runs kept as JSON."""
+"""Runs of a scaling study, quantities derived from them, and the files that hold them: logs of Megatron-LM or of
+cs336_systems.train, and JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
-from benchmarks.lib.scaling_run import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.records import shown
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular, strict_json
+
+MEBIBYTE = 2**20
+MOST = 1e18  # no count or time is larger
+Recompute = Literal["none", "selective", "full"]
+# Megatron-LM's names for this project's ways of recomputation.
+RECOMPUTED: dict[str, Recompute] = {"none": "none", "segments": "full", "nested": "full", "attention": "selective"}
+
+SCHEDULE = ("forward-compute", "forward-recv", "forward-send", "backward-compute", "backward-recv", "backward-send")
+BUBBLE = ("forward-recv", "backward-embedding-all-reduce", "embedding-grads-all-reduce")
+# How timers begin that run inside another one, if that is there: to add both would count the time twice. The first two
+# are of version 2.5, the others of later ones.
+INSIDE = (
+    (("batch-generator",), "forward-compute"),
+    (("optimizer-",), "optimizer"),
+    (("grads-", "layernorm-grads-", "embedding-grads-"), "backward-reduce-model-grads"),
+    ((*SCHEDULE, "batch-generator", "all-grads-sync", "layernorm-grads-", "embedding-grads-"), "forward-backward"),
+)
+
+
+@dataclass(frozen=True)
+class ScalingRun:
+    """One run, as measured or as printed elsewhere. What a source does not say is None.
+
+    `timers` are milliseconds of an iteration: those of the last rank, whose line Megatron-LM prints, or, if
+    `over_ranks`, each the most over the ranks. `iterations` and `samples` are what the source says was timed, right or
+    wrong. `vocab_size` includes padding. `gpu_util` is nvidia-smi's percentage, `gpu_memory` MiB, least and most over
+    the GPUs, of `gpu_memory_total`. `peak_flops` is one device's FLOP/s in the precision of the run.
+
+    Raises UserError for sizes below 1, a batch that does not divide, and times that are not positive and finite; a
+    timer may be 0.
+    """
+
+    name: str
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int
+    global_batch_size: int
+    ms_per_sample: float
+    timers: dict[str, float]
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    seq_length: int | None = None
+    vocab_size: int | None = None
+    recompute: Recompute = "none"
+    iterations: int | None = None
+    samples: int | None = None
+    gpu_util: float | None = None
+    gpu_memory: Sequence[float] | None = None
+    gpu_memory_total: float | None = None
+    peak_flops: float | None = None
+    over_ranks: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "micro_batch_size", "global_batch_size"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < MOST:
+                raise UserError(f"{self.name!s:.60}: {name} must be a whole number of at least 1, not {value!r:.60}")
+        together = self.micro_batch_size * self.dp
+        if self.global_batch_size % together:
+            raise UserError(
+                f"{self.name}: global batch {self.global_batch_size} is not a multiple of micro-batch "
+                f"{self.micro_batch_size} x dp {self.dp} = {together}"
+            )
+        for name, value in {"sample": self.ms_per_sample, **self.timers}.items():
+            if type(value) not in (int, float) or not 0 <= value < MOST or (name == "sample" and not value):
+                raise UserError(f"{self.name!s:.60}: the time of {name!s:.60} must be positive, not {value!r:.60} ms")
+
+    @property
+    def label(self) -> str:
+        """`W = 16 (2/2/4)`: ranks, and how they are laid out."""
+        return f"W = {self.world} ({self.layout})"
+
+    @property
+    def world(self) -> int:
+        """Ranks: tp x pp x dp."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def layout(self) -> str:
+        """`2/2/8`: tensor, pipeline and data parallel."""
+        return f"{self.tp}/{self.pp}/{self.dp}"
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each replica works through in an iteration, m."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def iteration_ms(self) -> float:
+        """Milliseconds of an iteration."""
+        return self.ms_per_sample * self.global_batch_size
+
+    @property
+    def samples_per_s(self) -> float:
+        """Sequences a second, of all ranks together."""
+        return 1e3 / self.ms_per_sample
+
+
+def own_shape(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a run of this project, by its model's configuration. Without num_layers if its FLOPs are not those of
+    the formula, which has an MLP of 4 h and every block once more, where nested segments repeat some twice."""
+    plain = model["d_ff"] == 4 * model["d_model"] and model["recompute"] != "nested"
+    plain = plain and model.get("feed_forward") != "swiglu" and not model.get("num_experts")
+    plain = plain and model.get("num_kv_heads") in (None, 0, model.get("num_heads"))
+    names = {"hidden_size": "d_model", "vocab_size": "vocab_size", **({"num_layers": "num_layers"} if plain else {})}
+    return {"recompute": RECOMPUTED[model["recompute"]]} | {name: model[theirs] for name, theirs in names.items()}
+
+
+def efficiency(run: ScalingRun, base: ScalingRun) -> float:
+    """Throughput of a rank, relative to that in the base: 1 is ideal scaling."""
+    return (run.samples_per_s / run.world) / (base.samples_per_s / base.world)
+
+
+def default_base(runs: Sequence[ScalingRun]) -> ScalingRun:
+    """The smallest run that is laid out like the largest: the same tp and pp, and as many samples for each rank."""
+
+    def kind(run: ScalingRun) -> tuple[int, int, float]:
+        return run.tp, run.pp, run.global_batch_size / run.world
+
+    largest = max(runs, key=lambda run: run.world)
+    return min((run for run in runs if kind(run) == kind(largest)), key=lambda run: run.world)
+
+
+def bubble(run: ScalingRun) -> float | None:
+    """Share of the pipeline's time in which the last stage waits; None without its timers.
+
+    The last stage waits twice: for the first activation (`forward-recv`), and in the all-reduce of the tied embedding's
+    gradient for the first stage, which ends its last backward later (`backward-embedding-all-reduce`). What was sent
+    there takes little of the time: a whole stage's micro-batch passes meanwhile.
+    """
+    if run.pp == 1:
+        return 0.0
+    # A collective that was timed apart from the wait for it is one thing here: both are the bubble.
+    times = [(name.removesuffix("-wait"), value) for name, value in run.timers.items()]
+    waiting = [value for name, value in times if name in BUBBLE]
+    rest = [value for name, value in times if name.startswith(SCHEDULE) and name not in BUBBLE]
+    return sum(waiting) / (sum(waiting) + sum(rest)) if waiting and rest else None
+
+
+def ideal_bubble(run: ScalingRun) -> float:
+    """(p - 1) / (m + p - 1): the share of 1F1B's and GPipe's time with no work, if all stages are equally fast."""
+    return (run.pp - 1) / (run.micro_batches + run.pp - 1)
+
+
+def parent(name: str, names: Container[str]) -> str | None:
+    """The timer among `names` that a timer runs in, None if it stands at the top."""
+    return next((outer for begin, outer in INSIDE if name.startswith(begin) and outer in names and outer != name), None)
+
+
+def top_level(run: ScalingRun) -> dict[str, float]:
+    """The timers that run in no other one."""
+    return {name: value for name, value in run.timers.items() if parent(name, run.timers) is None}
+
+
+def top_level_ms(run: ScalingRun) -> float:
+    """The sum of the timers that run in no other one, milliseconds of an iteration."""
+    return sum(top_level(run).values())
+
 
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
 # Arguments of models that the formula for FLOPs does not describe.
@@ -107,21 +269,19 @@ def _number(logged: LoggedRun, name: str, file: str) -> int:
 def parse_train_log(text: str, file: str) -> list[ScalingRun]:
     """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
     with shown(file, "{} is not as python -m cs336_systems.train writes its log"):
-        return [_own_run(read_train_log(text, file))]
-
-
-def _own_run(logged: LoggedRun) -> ScalingRun:
-    header, file = logged.header, logged.name
-    mesh, batch, memory = header["mesh"], header["batch_size"], logged.notes["peak_memory"]
-    if mesh.get("ep", 1) != 1:
-        raise UserError(
-            f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
-        )
-    return ScalingRun(
-        name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
-        global_batch_size=batch, ms_per_sample=median(each.milliseconds for each in logged.steady(first=True)) / batch,
-        timers=logged.timers(first=True), seq_length=header["seq"],
-        gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
-        source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
-        **own_shape(header["model"]),
-    )  # fmt: skip
+        logged = read_train_log(text, file)
+        header, memory = logged.header, logged.notes["peak_memory"]
+        mesh, batch = header["mesh"], header["batch_size"]
+        if mesh.get("ep", 1) != 1:
+            raise UserError(
+                f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
+            )
+        iteration_ms = median(each.milliseconds for each in logged.steady(first=True))
+        return [ScalingRun(
+            name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
+            global_batch_size=batch, ms_per_sample=iteration_ms / batch, timers=logged.timers(first=True),
+            seq_length=header["seq"],
+            gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
+            source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
+            **own_shape(header["model"]),
+        )]  # fmt: skip

@@ -1,29 +1,20 @@
 """One turn of a layout: its ranks start, take real training steps, and return the time of every part on every rank."""
 
-import json
 import math
 import subprocess
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.collective import probe as probe_link
+from benchmarks.lib.launcher import Answer
 from benchmarks.rank_times import gather_times, time_ranks
-from cs336_systems.comm import CommError, Group, Place, backend_of, distributed
-from cs336_systems.comm.launch import run_ranks
+from cs336_systems.comm import Group, Place, backend_of, distributed
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import PeakMemory, allowed_cores, choose_device, device_name, environment, out_of_memory
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.trainer import Trainer
-
-Answer = dict[str, Any]  # values that JSON can hold
 
 
 def take_turn(place: Place, recipe: Recipe, steps: int = 0, warmup: int = 2, threads: int = 1) -> Answer:
@@ -115,38 +106,3 @@ def measure_peak(
         whole = probe(device, recipe.model.precision, device_name(device), budget=budget)
         answer["machine_flops"] = max(whole.matmul_flops, rank.matmul_flops)
     return answer
-
-
-def _into_file(place: Place, work: Callable[[Place], Answer], path: Path) -> None:
-    answer = work(place)
-    if place.rank == 0:
-        path.write_text(json.dumps(answer, allow_nan=False))
-
-
-class Launcher:
-    """Runs work on as many ranks as it needs, and returns the result.
-
-    Under torchrun the ranks are there already: `here` is this one's place, and work for one rank is done by each of
-    them alone. Otherwise CPU ranks are forked, even a single one, so that this process runs no tensor code.
-    """
-
-    def __init__(self, here: Place, device: str) -> None:
-        self.here, self.device = here, device
-        if here.world_size == 1 and device == "cpu":
-            import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
-
-    def run(self, ranks: int, work: Callable[..., Answer], recipe: Recipe, **options: Any) -> Answer:
-        """Raises UserError for work that cannot be done, and for ranks that part."""
-        here, task = self.here, partial(work, recipe=recipe, **options)
-        try:
-            if here.world_size > 1:
-                return task(here if ranks > 1 else Place(local_rank=here.local_rank))
-            if self.device == "cuda" and ranks == 1:
-                return task(Place())
-            with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-                path = Path(folder, "answer.json")
-                run_ranks(_into_file, ranks, self.device, task, path)
-                answer: Answer = json.loads(path.read_text())
-                return answer
-        except CommError as error:
-            raise UserError(str(error)) from None

@@ -5,8 +5,10 @@ from importlib import import_module
 from itertools import cycle
 from typing import Any
 
+import numpy as np
+
 from benchmarks.lib.scaling_anomalies import marks
-from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
+from benchmarks.lib.scaling_logs import BUBBLE, ScalingRun, default_base, efficiency, top_level
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
 
 # Okabe and Ito 2008; the bubble, in which nothing runs, is hatched.
@@ -35,8 +37,9 @@ def part(name: str) -> str:
         "sent between stages": "send" in plain or "recv" in plain,
         "forward": plain == "forward-compute",
         "backward": plain == "backward-compute",
+        "other timers": True,
     }
-    return next((kind for kind, holds in kinds.items() if holds), "other timers")
+    return next(kind for kind, holds in kinds.items() if holds)
 
 
 def breakdown(run: ScalingRun) -> dict[str, float]:
@@ -85,11 +88,10 @@ def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
     ideal = [base.samples_per_s / base.world * world for world in worlds]
     axes.plot(worlds, ideal, "--", color="black", linewidth=1, label=f"ideal, from W = {base.world}")
     found = sorted((numbers, run.world, run.samples_per_s) for numbers, run in zip(marks(runs), runs, strict=True))
+    beside = {"textcoords": "offset points", "color": CARE, "fontsize": "small", "ha": "left", "va": "center"}
     for numbers, *place in (each for each in found if each[0]):
         axes.plot(*place, "o", markersize=13, fillstyle="none", color=CARE)
-        axes.annotate(
-            numbers, place, (9, -9), textcoords="offset points", color=CARE, fontsize="small", ha="left", va="center"
-        )
+        axes.annotate(numbers, place, (9, -9), **beside)
     if any(marks(runs)):
         axes.plot([], [], "o", markersize=9, fillstyle="none", color=CARE, label="finding below the table")
     axes.yaxis.set_major_formatter(import_module("matplotlib.ticker").StrMethodFormatter("{x:,g}"))
@@ -99,39 +101,37 @@ def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
 def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
     references = [runs[0]] if base is runs[0] else [runs[0], base]
     for reference, (colour, marker) in zip(references, LINES, strict=False):
-        larger = [run for run in runs if run.world >= reference.world]
-        for number, line in enumerate(_series(larger).values()):
-            worlds, shares = [run.world for run in line], [100 * efficiency(run, reference) for run in line]
-            label = None if number else f"relative to W = {reference.world} ({reference.layout})"
-            axes.plot(worlds, shares, color=colour, marker=marker, markersize=6, label=label)
+        label: str | None = f"relative to W = {reference.world} ({reference.layout})"
+        for line in _series([run for run in runs if run.world >= reference.world]).values():
+            shares = [100 * efficiency(run, reference) for run in line]
+            axes.plot([run.world for run in line], shares, color=colour, marker=marker, markersize=6, label=label)
+            label = None  # the legend has one line for each reference
     axes.axhline(100, color="black", linestyle="--", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("%")
 
 
 def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
-    shares, found = [breakdown(run) for run in runs], marks(runs)
-    totals = [sum(each.values()) for each in shares]
+    shares, places = np.array([list(breakdown(run).values()) for run in runs]), range(len(runs))  # (run part)
+    totals = shares.sum(axis=1)
     highest = sorted(totals)
     while len(highest) > 1 and highest[-1] > ROOM * highest[-2]:
         highest.pop()
-    scales = [min(1.0, highest[-1] / total) for total in totals]
-    bottom = [0.0] * len(runs)
-    for name, colour in PARTS.items():
-        heights = [each[name] * scale for each, scale in zip(shares, scales, strict=True)]
-        if any(heights):
+    scales = np.minimum(1.0, highest[-1] / totals)
+    heights = shares * scales[:, None]
+    tops = heights.cumsum(axis=1)
+    for number, (name, colour) in enumerate(PARTS.items()):
+        if heights[:, number].any():
             style = {"hatch": "///", "edgecolor": "#555555"} if name == "bubble" else {"edgecolor": "white"}
-            axes.bar(range(len(runs)), heights, 0.7, bottom, color=colour, linewidth=0.5, label=name, **style)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for index, (run, scale, top) in enumerate(zip(runs, scales, bottom, strict=True)):
+            bottom = tops[:, number] - heights[:, number]
+            axes.bar(places, heights[:, number], 0.7, bottom, color=colour, linewidth=0.5, label=name, **style)
+    for place, run, scale, top, numbers in zip(places, runs, scales, tops[:, -1], marks(runs), strict=True):
         text = f"{run.iteration_ms:,.0f} ms" + (f"\ndrawn at 1/{1 / scale:.1f}" if scale < 1 else "")
-        text += f"  [{found[index]}]" if found[index] else ""
-        colour = CARE if found[index] else "black"
-        axes.annotate(
-            text, (index, top), (0, 3), textcoords="offset points", ha="center", fontsize="small", color=colour
-        )
-    axes.set_xticks(range(len(runs)), [f"{run.world}\n{run.layout}" for run in runs])
+        look = {"ha": "center", "fontsize": "small", "color": CARE if numbers else "black"}
+        text += f"  [{numbers}]" if numbers else ""
+        axes.annotate(text, (place, top), (0, 3), textcoords="offset points", **look)
+    axes.set_xticks(places, [f"{run.world}\n{run.layout}" for run in runs])
     axes.set_xlabel("ranks, and as tp/pp/dp")
     axes.set_ylabel("ms")
-    axes.set_ylim(0, 1.15 * max(bottom))
+    axes.set_ylim(0, 1.15 * tops[:, -1].max())
     axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(PARTS))

@@ -7,8 +7,8 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.harness import noise, summarise
-from benchmarks.lib.scaling_measure import Answer
-from benchmarks.lib.scaling_run import MEBIBYTE, ScalingRun, own_shape
+from benchmarks.lib.launcher import Answer
+from benchmarks.lib.scaling_logs import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.lib.scaling_study import Layout, LayoutOptions
 from benchmarks.rank_step import predict_step
 from benchmarks.records import Record
@@ -40,12 +40,14 @@ def pipeline_bubble(timers: Timers, pp: int) -> float | None:
         return 0.0
     if not all(name in timers for name in COMPUTE):
         return None
-    parts = {name: values for name, values in timers.items() if name.endswith(("-recv", "-send", *COMPUTE))}
-    spent = [sum(value or 0.0 for value in rank) for rank in zip(*parts.values(), strict=True)]
-    busy = [sum(value or 0.0 for value in rank) for rank in zip(*(timers[name] for name in COMPUTE), strict=True)]
+
+    def total(ends: tuple[str, ...]) -> list[float]:
+        parts = (values for name, values in timers.items() if name.endswith(ends))
+        return [sum(value or 0.0 for value in rank) for rank in zip(*parts, strict=True)]
+
+    spent, busy = total(("-recv", "-send", *COMPUTE)), total(COMPUTE)
     apart = len(spent) // pp
-    spans = [max(spent[rank % apart :: apart]) for rank in range(len(spent))]
-    return fmean(1 - mine / span for mine, span in zip(busy, spans, strict=True))
+    return fmean(1 - mine / max(spent[rank % apart :: apart]) for rank, mine in enumerate(busy))
 
 
 def peak_flops(peak: Answer, ranks: int, threads: int) -> float:
@@ -58,19 +60,18 @@ def peak_flops(peak: Answer, ranks: int, threads: int) -> float:
     return min(ranks * each, float(peak["machine_flops"]))
 
 
-def affinity(ranks: int, threads: int) -> dict[str, Any]:
-    """Sharing of cores among ranks: counts, the bound that follows for efficiency, and a note if it is below 1. The
-    cores allowed are those of the process that starts the ranks, which inherit them (os.sched_getaffinity)."""
+def crowded(ranks: int, threads: int) -> str:
+    """A note where CPU ranks share cores, with the bound that follows for efficiency; else empty. The cores allowed are
+    those of the process that starts the ranks, which inherit them (os.sched_getaffinity)."""
     allowed, cores = allowed_cores(), os.cpu_count() or 1
-    bound, note = min(1.0, allowed / (ranks * threads)), ""
-    plural = "s" * (allowed > 1)
-    if bound < 1.0:
-        each = f"{ranks} ranks" + (f" of {threads} threads" if threads > 1 else "")
-        note = f"{each} on {allowed} core{plural}: efficiency is bounded by {allowed}/{ranks * threads}"
+    if ranks * threads <= allowed:
+        return ""
+    there = f"{allowed} core{'s' * (allowed > 1)}"
+    each = f"{ranks} ranks" + (f" of {threads} threads" if threads > 1 else "")
+    note = f"{each} on {there}: efficiency is bounded by {allowed}/{ranks * threads}"
     if allowed < ranks:
-        why = f"{ranks} ranks share {allowed} core{plural}"
-        note += f"; {why} of {cores}: {BOUND}" if allowed < cores else f"; {why}, {CROWDED}"
-    return {"allowed": allowed, "cores": cores, "ranks": ranks, "threads": threads, "bound": bound, "note": note}
+        note += f"; {ranks} ranks share {there}" + (f" of {cores}: {BOUND}" if allowed < cores else f", {CROWDED}")
+    return note
 
 
 def make_record(
@@ -84,13 +85,12 @@ def make_record(
     if layout.wrong or base is None:
         return Record(benchmark, what, stamp, flags=[layout.wrong], status="unsupported", predicted=predicted)
     samples = [sample for turn in layout.turns for sample in turn["samples_ms"]]
-    metrics: dict[str, Any] = summarise(samples)
-    metrics["affinity"] = shared = affinity(layout.ranks, settings.threads) if settings.on.type == "cpu" else None
     flags = noise(summarise(layout.turn_ms()))
-    flags += [shared["note"]] if shared and shared["note"] else []
+    if settings.on.type == "cpu" and (note := crowded(layout.ranks, settings.threads)):
+        flags.append(note)
     if skipped := sum(turn["skipped"] for turn in layout.turns):
         flags.append(f"{skipped} of {len(samples)} steps were skipped")
-    return Record(benchmark, what, stamp, samples, metrics, predicted, flags)
+    return Record(benchmark, what, stamp, samples, dict[str, Any](summarise(samples)), predicted, flags)
 
 
 def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
+from importlib import import_module
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import click
 
 from benchmarks.gate import compare_steps
 from benchmarks.harness import WrongResultError, take_turns
+from benchmarks.lib.launcher import Answer, Launcher
 from benchmarks.lib.options import COUNT, RankOptions, Recorder
-from benchmarks.lib.scaling_measure import Answer, Launcher, measure_peak, take_turn
+from benchmarks.lib.scaling_measure import measure_peak, take_turn
 from benchmarks.lib.sheets import groups, show
 from benchmarks.records import Record
 from cs336_systems.comm import Place
@@ -37,16 +39,24 @@ PROBE_SECONDS = 0.3
 class LayoutOptions(RankOptions):
     """Options of a benchmark whose layouts take turns."""
 
-    words: ClassVar[tuple[tuple[str, str], ...]] = ()  # pairs: the trainer's words in messages, and this command's
     size: str = setting("tiny", "Model preset.")
     rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
 
-    def reworded(self, error: UserError) -> str:
-        """The trainer's message, with the names of this command's options."""
-        return reduce(lambda said, names: said.replace(*names), self.words, str(error))
+    @property
+    def words(self) -> dict[str, str]:
+        """The trainer's words in messages, and this command's."""
+        return {}
+
+    def reworded(self, error: UserError) -> UserError:
+        """The trainer's error, with the names of this command's options."""
+        return UserError(reduce(lambda said, names: said.replace(*names), self.words.items(), str(error)))
+
+    def smaller(self, **less: Any) -> Self:
+        """Other values, of a smoke run, for those of these options that have their defaults."""
+        return replace(self, **{name: less[name] for name in less if getattr(self, name) == getattr(type(self), name)})
 
     def joined_by(self, ranks: int) -> str:
         """The backend of so many ranks, for records."""
@@ -119,7 +129,6 @@ class Study:
 
     def __init__(self, settings: LayoutOptions, layouts: Sequence[Layout], here: Place) -> None:
         self.settings, self.layouts, self.here, device = settings, layouts, here, settings.on
-        self.known: dict[tuple[Recipe, int], Answer] = {}
         choose_backend(settings.backend, device, Place(0, 1))
         for layout in layouts:
             local = here.local_world_size if here.world_size > 1 else layout.ranks
@@ -133,7 +142,9 @@ class Study:
             try:
                 require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
             except UserError as error:
-                raise UserError(settings.reworded(error)) from None
+                raise settings.reworded(error) from None
+        if here.world_size == 1 and device.type == "cpu":
+            import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
         self.launcher = Launcher(here, device.type)
 
     def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:
@@ -144,32 +155,25 @@ class Study:
         except UserError as error:
             raise UserError(f"layout {layout.label}: {self.settings.reworded(error)}") from None
 
-    def first_steps(self, layout: Layout, recipe: Recipe, ranks: int) -> Answer:
-        """Two steps, which are not timed; one run serves all layouts that are compared to it."""
-        if (recipe, ranks) not in self.known:
-            self.known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
-        return self.known[recipe, ranks]
-
     def check(self) -> None:
-        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
+        """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision. Their
+        first two steps are not timed; one run serves all layouts that are compared to it."""
+
+        def first_steps(layout: Layout, recipe: Recipe, ranks: int) -> Answer:
+            if (recipe, ranks) not in known:
+                known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
+            return known[recipe, ranks]
+
+        known: dict[tuple[Recipe, int], Answer] = {}
         with console.progress("gate", len(self.layouts), quiet=self.here.rank > 0) as advance:
             for layout in self.layouts:
                 for precision in dict.fromkeys(("fp32", layout.precision)):
                     if not layout.wrong:
                         recipe = layout.recipe.change(precision=precision)
-                        alone = replace(recipe, parallel=ParallelOptions(dp=1))
-                        want = self.first_steps(layout, alone, 1)
-                        layout.gate = self.first_steps(layout, recipe, layout.ranks)
+                        want = first_steps(layout, replace(recipe, parallel=ParallelOptions(dp=1)), 1)
+                        layout.gate = first_steps(layout, recipe, layout.ranks)
                         layout.wrong = compare_steps(layout.gate, want, layout.config, recipe)
                 advance(layout.label)
-
-    def play(self) -> None:
-        """Let every layout that is right take a turn in each round."""
-        settings, good = self.settings, {layout.label: layout for layout in self.layouts if not layout.wrong}
-        counts = settings.steps, settings.warmup
-        turns = {name: partial(self.turn, each, each.recipe, each.ranks, *counts) for name, each in good.items()}
-        for name, answers in take_turns(turns, settings.rounds, quiet=self.here.rank > 0).items():
-            good[name].turns = answers
 
     def run(
         self,
@@ -178,7 +182,8 @@ class Study:
         sheets: Callable[[list[Record]], list[Table]],
         flag: Callable[[list[Record]], None] = lambda records: None,
     ) -> Recorder | None:
-        """Check, measure, record and, on the first rank, print; returns the recorder there.
+        """Check, let every layout that is right take a turn in each round, record and, on the first rank, print;
+        returns the recorder there.
 
         `make` is given a layout, the first that is right of its precision and length, and the machine's peak; `flag`
         the records of one precision and length.
@@ -186,13 +191,17 @@ class Study:
         settings, found, peaks = self.settings, list[Record](), dict[str, Answer]()
         recorder = settings.recorder(benchmark, settings.on) if self.here.rank == 0 else None
         self.check()
-        self.play()
+        good, counts = [each for each in self.layouts if not each.wrong], (settings.steps, settings.warmup)
+        turns = {each.label: partial(self.turn, each, each.recipe, each.ranks, *counts) for each in good}
+        answers = take_turns(turns, settings.rounds, quiet=self.here.rank > 0)
         options: dict[str, Any] = {"threads": settings.threads, "budget": 0.02 if settings.smoke else PROBE_SECONDS}
         options |= {"commit": settings.commit, "side_by_side": self.here.world_size > 1}
         for layouts in groups(self.layouts, lambda each: (each.precision, each.seq)):
             name, recipe = layouts[0].precision, layouts[0].recipe
             peaks[name] = peak = peaks.get(name) or self.launcher.run(1, measure_peak, recipe, **options)
             base = next((layout for layout in layouts if not layout.wrong), None)
+            for layout in layouts:
+                layout.turns = answers.get(layout.label, [])
             records = [make(layout, base, peak) for layout in layouts]
             flag(records)
             found += records

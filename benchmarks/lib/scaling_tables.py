@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.scaling_anomalies import anomalies, marks
-from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_record import study_run
-from benchmarks.lib.scaling_run import (
+from benchmarks.lib.scaling_logs import (
     MEBIBYTE,
     ScalingRun,
     bubble,
@@ -17,10 +15,10 @@ from benchmarks.lib.scaling_run import (
     efficiency,
     ideal_bubble,
     parent,
-    sample_flops,
+    read_runs,
     top_level_ms,
-    utilisation,
 )
+from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.sheets import groups, pages, remarks
 from benchmarks.records import Record
 from cs336_systems.host.console import format_count, format_seconds
@@ -54,6 +52,32 @@ COLUMNS: dict[str, Cell] = {
     "HFU": lambda found, said: percent(found["hfu"]),
     "MFU": lambda found, said: percent(found["mfu"]),
 }
+
+
+def sample_flops(run: ScalingRun, model_only: bool = False) -> float | None:
+    """FLOPs of one sequence; None if the shape is not known. Matrix products only, of layers with an MLP of 4 h.
+
+    A layer's forward pass takes 24 s h^2 for its weights and 4 s^2 h for its attention, the head's 2 s h V; backward
+    takes twice as much, and recompute repeats the layers' forward, but not the head's. With full recompute that makes
+    96 s l h^2 (1 + s / 6h + V / 16lh) (arXiv:2104.04473, equation 3 and appendix), without it
+    72 s l h^2 (1 + s / 6h + V / 12lh) (arXiv:2205.05198, appendix A), which `model_only` returns in any case. Selective
+    recompute repeats the attention's 4 s^2 h only.
+    """
+    if run.num_layers is None or run.hidden_size is None or run.seq_length is None or run.vocab_size is None:
+        return None
+    s, h, v = float(run.seq_length), float(run.hidden_size), float(run.vocab_size)
+    attention, head = 4 * s * s * h, 2 * s * h * v
+    layer = 24 * s * h * h + attention
+    repeated = 0 if model_only else {"none": 0, "selective": attention, "full": layer}[run.recompute]
+    return run.num_layers * (3 * layer + repeated) + 3 * head
+
+
+def utilisation(run: ScalingRun, model_only: bool = False) -> float | None:
+    """FLOP/s of the hardware (HFU), or of the model's own arithmetic (MFU), over the devices' peak; None if unknown."""
+    flops = sample_flops(run, model_only)
+    if flops is None or run.peak_flops is None:
+        return None
+    return flops * run.samples_per_s / (run.world * run.peak_flops)
 
 
 def percent(share: float | None) -> str:

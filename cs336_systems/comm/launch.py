@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from itertools import takewhile
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -71,11 +72,12 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     sys.stdout.flush()
     told: list[float] = []  # times of the SIGTERMs, one of which may come while a rank is started
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ExitStack() as leaving:
-        processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
+        processes, reports = list[BaseProcess](), [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
         leaving.callback(signal.signal, signal.SIGTERM, before)
         try:
-            for rank, report in enumerate(reports):
+            # Hundreds take a while to start, so one that is told to stop starts no more.
+            for rank, report in takewhile(lambda _: not (told and processes), enumerate(reports)):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
                 given = (worker, place, arguments, max(1, allowed_cores() // nproc), report, os.getpid())
                 process = context.Process(target=_run, args=given)
@@ -89,13 +91,11 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 _join(processes, time.monotonic() + 2)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
-            code: int = processes[failed].exitcode
+            code = processes[failed].exitcode or 0
             if code == UNREAD:
                 raise BrokenPipeError(errno.EPIPE, "nobody reads the output of the ranks any more")
-            if code == 2:
-                raise UserError(message)
-            if code == 130:
-                raise KeyboardInterrupt
+            if code in (2, 130):
+                raise UserError(message) if code == 2 else KeyboardInterrupt
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             if code < 0 and not message:
                 raise UserError(f"rank {failed} {how}: out of memory? the other ranks were stopped")

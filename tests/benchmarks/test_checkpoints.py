@@ -3,14 +3,16 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from benchmarks import checkpoints
-from benchmarks.lib import checkpoint_candidates as rivals
+from benchmarks import checkpoints, parallel_run
+from benchmarks import checkpoints as rivals
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
+from cs336_systems.host.console import run_command
 from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
 
@@ -42,6 +44,13 @@ def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
     assert table.count("\n| ") == 2 + 7  # the head and its line
 
 
+def test_a_state_that_does_not_fit_is_refused_before_ranks_start(monkeypatch, capsys):
+    monkeypatch.setattr(parallel_run, "start_ranks", lambda *_: pytest.fail("started in vain"))
+    assert run_command(checkpoints.main, ["--device", "cpu", "--nproc", "100000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("are usable; choose a smaller --size, or fewer --layers or ranks")
+
+
 def gate_case(group, folder: str) -> list[str]:
     """The gate's findings on a way to load that changes nothing, and on one that forgets a tensor."""
     recipe = Recipe.of(size="tiny", data=("random",), num_layers=1, batch_size=2, context=8, device="cpu")
@@ -56,11 +65,11 @@ def gate_case(group, folder: str) -> list[str]:
             if key != but:
                 tensor.copy_(kept[key])
 
-    bench.check("right", keep, give_back)
+    bench.check("right", rivals.Candidate(keep, "", load=give_back))
     said = []
     for wrong in (lambda: None, lambda: give_back(but="embedding.tokens.weight/exp_avg_sq")):
         try:
-            bench.check("wrong", keep, wrong)
+            bench.check("wrong", rivals.Candidate(keep, "", load=wrong))
         except rivals.WrongResultError as error:
             said.append(str(error))
         give_back()

@@ -79,5 +79,7 @@ def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypat
 
 def test_a_smoke_run_records_nothing(in_tmp, capsys):
     assert run("--smoke") == 0
-    assert "ring" in capsys.readouterr().out
+    assert "│64│2│ring│" in capsys.readouterr().out.replace(" ", "")
+    assert run("--smoke", "--contexts", "32", "--cp", "4") == 0  # what is given stays
+    assert "│32│4│ring│" in capsys.readouterr().out.replace(" ", "")
     assert not list(in_tmp.iterdir())

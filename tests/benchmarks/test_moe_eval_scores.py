@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from benchmarks.lib.expert_scores import NO_BLOCK, Blocks, Scorer, read_at_once, read_slowly, summarise_load
+from benchmarks.lib.expert_scores import Blocks, Scorer, Tally, read_at_once, read_slowly
 from cs336_systems.comm import Mesh
 from cs336_systems.data.corpus import IGNORED
 from cs336_systems.errors import UserError
@@ -28,7 +28,6 @@ MIXTURES = {
     "einsum": Mixture(eval_fraction=6 / CONTEXT, dispatch="einsum"),
     "masked": Mixture(eval_fraction=6 / CONTEXT, mask_padding=True),
 }
-LOAD = ("dropped", "dropped_first", "most_loaded_share", "least_loaded_share", "unused_experts")
 TEXT = 5 * CONTEXT - 5  # targets: five blocks, the last of which is eleven long
 
 
@@ -36,8 +35,12 @@ def make_blocks() -> Blocks:
     return Blocks(np.random.default_rng(1).integers(SHAPE.vocab_size, size=TEXT + 1), CONTEXT)
 
 
+def targets(blocks: Blocks, block: int) -> int:
+    return int((blocks.rows[block, 1:] != IGNORED).sum())
+
+
 def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
-    """Every mixture's scores by block, log-probabilities and load."""
+    """Every mixture's score, and its log-probabilities by block."""
     mesh = Mesh(tp, 1, ep or group.size() // tp)
     found, device = {}, torch.device("cpu")
     for name, mixture in MIXTURES.items():
@@ -45,19 +48,16 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
         scorer = Scorer(config, make_blocks(), mesh, device, torch.float64, rows, 2**30)
         for parameter in scorer.model.blocks.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)  # with which experts and attention matter
-        tally, words = scorer.new_tally(mixture.dispatch), {}
+        tally, words = Tally(mixture.dispatch), {}
         for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
             scorer.take(number, tally, "fast")
-            for block in scorer.blocks.numbers(number, mesh.data.rank(), mesh.data.size(), rows):
-                count = scorer.blocks.targets(block)
-                words[block] = [log_prob for _, log_prob in tally.words[:count]]
-                del tally.words[:count]
-        outcome = scorer.share(tally)
+            known, _, log_probs = scorer.log_probs(number)
+            for block, line in zip(known.rows.tolist(), log_probs.tolist(), strict=True):
+                words[block] = line[: targets(scorer.blocks, block)]
+        _, metrics = scorer.share(tally)
         found[name] = {
-            "score": outcome.metrics["score"], "tokens": outcome.metrics["tokens"],
-            "blocks": list(outcome.blocks.items()),
-            "load": {name: value for name, value in outcome.metrics.items() if name in LOAD},
-            "log_probs": [each for each in words.items() if each[0] != NO_BLOCK],
+            "score": metrics["score"], "tokens": metrics["tokens"],
+            "log_probs": [each for each in words.items() if each[0] < scorer.blocks.count],
         }  # fmt: skip
     with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
         Scorer(replace(SHAPE, mixture=MIXTURES["einsum"]), make_blocks(), mesh, device, torch.float64, 1, 1024)
@@ -104,25 +104,20 @@ def test_scores_are_those_of_one_rank(scores, alone, layout):
             got = found[name]
             assert got["tokens"] == want["tokens"] == TEXT
             assert math.isclose(got["score"], want["score"], rel_tol=tolerance())
-            assert [number for number, _ in got["blocks"]] == list(range(5))
             one = dict(want["log_probs"])
             for block, mine in got["log_probs"]:
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(one[block]), rtol=tolerance(), atol=0)
-            assert got["load"] == pytest.approx(want["load"], abs=1e-12)
 
 
 def test_what_is_scored(alone):
-    """The formulations agree; a capacity drops choices and changes scores; a block's score is the sum of its words'."""
-    assert alone["dropless"]["load"]["dropped"] == 0
-    assert alone["capped"]["load"]["dropped"] >= 8 / 32
+    """The formulations agree; a capacity changes scores; a score is the sum of all words'."""
     assert math.isclose(alone["einsum"]["score"], alone["capped"]["score"], rel_tol=tolerance())
     assert abs(alone["dropless"]["score"] - alone["capped"]["score"]) > 1e-3
     assert abs(alone["masked"]["score"] - alone["capped"]["score"]) > 1e-6
-    assert alone["einsum"]["load"] == {}
     for found in alone.values():
-        sums = [math.fsum(values) for _, values in found["log_probs"]]
+        total = math.fsum(value for _, values in found["log_probs"] for value in values)
         assert [len(values) for _, values in found["log_probs"]] == [16, 16, 16, 16, 11]
-        assert sums == pytest.approx([score for _, score in found["blocks"]], rel=1e-14)
+        assert found["score"] == pytest.approx(total, rel=1e-14)
 
 
 def test_batches_of_several_blocks_route_together(scores, alone):
@@ -144,8 +139,8 @@ def test_every_target_is_dealt_once(world, rows):
             for row, block in enumerate(batch.rows.tolist()):
                 real = batch.targets[row] != IGNORED
                 assert torch.equal(real, batch.padding_mask[row])
-                assert int(real.sum()) == blocks.targets(block)
-                assert block == NO_BLOCK or block % world == rank
+                assert int(real.sum()) == targets(blocks, block)
+                assert block == blocks.count or block % world == rank
                 seen += [
                     (block * CONTEXT + int(i), int(batch.tokens[row, i]), int(batch.targets[row, i]))
                     for i in real.nonzero()
@@ -175,18 +170,3 @@ def test_slow_words_are_four_reads_each():
             read(targets, log_probs, targets)
         counts.append(sum(event.count for event in run.key_averages() if event.key == "aten::item"))
     assert counts == [4 * 8 - 1, 0]
-
-
-def test_load_of_experts_by_hand():
-    """Ten experts, of which two are a fifth: 12 of 20 choices, 1 of 20; three unused."""
-    first, second = [6, 0, 1, 0, 1, 1, 0, 0, 1, 0], [0, 5, 1, 1, 1, 1, 0, 0, 1, 0]
-    load = summarise_load(torch.tensor([[first, second]]).double(), torch.tensor([[9.0, 6.0]]).double())
-    assert load == pytest.approx(
-        {
-            "dropped": 0.25,
-            "dropped_first": 0.1,
-            "most_loaded_share": 11 / 20,
-            "least_loaded_share": 0.0,
-            "unused_experts": 3,
-        }
-    )

@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import moe_layer
+from benchmarks.expert_tables import layers, show
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, expert_turns
-from benchmarks.lib.expert_layer import Bench, Way, build_layer
-from benchmarks.lib.expert_turns import Candidate
-from benchmarks.records import read_records
+from benchmarks.lib import expert_layer, launcher
+from benchmarks.lib.expert_layer import Bench, Candidate, Way, build_layer
+from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.host.observe import Observer
 from cs336_systems.model.moe import MoELayer
@@ -41,16 +41,17 @@ def ways(**settings) -> list[Way]:
     return [sort.changed("einsum", dispatch="einsum"), sort, sort.changed("sort, dropless", eval_fraction=0.0)]
 
 
-def measured_case(rank: int, world: int, folder: str, results: str) -> None:
-    expert_turns.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
+def measured_case(rank: int, world: int, folder: str) -> list[dict]:
+    expert_layer.probe = lambda *_: IDEAL  # probing takes longer than all the rest
     settings = moe_layer.MoELayerSettings(**TINY)
-    place, path = Place(rank, world, rank, world, f"{folder}/store"), Path(results, "moe_layer.jsonl")
-    expert_turns.work(place, settings, "moe_layer", partial(moe_layer.enter, settings), path)
+    place = Place(rank, world, rank, world, f"{folder}/store")
+    return expert_layer.work(place, settings, "moe_layer", partial(moe_layer.enter, settings))["records"]
 
 
-def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
-    ranks.run_alone(measured_case, 2, results=str(tmp_path))
-    records = read_records(tmp_path / "moe_layer.jsonl")
+def test_bytes_are_those_predicted_and_records_hold_every_candidate():
+    first, second = ranks.run_alone(measured_case, 2)
+    assert second == []
+    records = [Record(**each) for each in first]
     assert [record.config["candidate"] for record in records] == ["einsum", "sort", "sort, dropless"]
     for record in records:
         config, metrics = record.config, record.metrics
@@ -139,8 +140,9 @@ def test_the_published_layer_is_padded_twelve_times():
     assert einsum.predict(2048, 1, IDEAL)["all_to_all_bytes"] == 0
 
 
-def candidates() -> list[Candidate]:
+def candidates(monkeypatch) -> list[Candidate]:
     """The candidates of one rank, with nothing measured."""
+    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
     every = ways(**TINY)
     bench = Bench(every[1].config, 0.0, Alone())
     found = [Candidate(bench, way, {"link": "a string"}) for way in every]
@@ -150,8 +152,8 @@ def candidates() -> list[Candidate]:
     return found
 
 
-def test_ratios_are_of_pairs_in_one_round():
-    einsum, sort, _ = candidates()
+def test_ratios_are_of_pairs_in_one_round(monkeypatch):
+    einsum, sort, _ = candidates(monkeypatch)
     einsum.laps = [[40.0, 30.0, 0.0], [90.0, 30.0, 0.0], [60.0, 0.0, 0.0]]
     sort.laps = [[10.0, 5.0, 0.0], [10.0, 0.0, 0.0], [20.0, 0.0, 0.0]]
     einsum.sent, sort.sent = {"layer_bytes": 1200.0}, {"layer_bytes": 100.0}
@@ -174,13 +176,18 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**31)
     assert einsum.too_large(2048, Alone()) == ""
     assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Alone())
+    with pytest.raises(UserError, match=r"^100000000 tokens and 512 experts need .* where 2\.0 GiB are usable"):
+        Bench(ways(tokens=100_000_000)[1].config, 0.0, Alone())
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        expert_turns, "run_ranks", lambda work, nproc, device, settings, *_: started.append((nproc, settings))
-    )
+
+    def run(self, ranks, work, settings, *_):
+        started.append((ranks, settings))
+        return {"records": []}
+
+    monkeypatch.setattr(launcher.Launcher, "run", run)
     assert run_command(moe_layer.main, ["--smoke"]) == 0
     [(nproc, settings)] = started
     assert nproc == 2
@@ -188,27 +195,27 @@ def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
     assert not list(in_tmp.iterdir())
 
 
-def test_the_table_has_a_column_a_candidate(capsys):
+def test_the_table_has_a_column_a_candidate(capsys, monkeypatch):
     stamp = {"threads": 1, "device": "abacus", "cores": 2, "torch": "2", "commit": "c", "dirty": False, "date": "today"}
     records, stamp = [], stamp | {"backend": "gloo"}
-    every = candidates()
+    every = candidates(monkeypatch)
     for scale, each in zip((60.0, 1.0, 2.0), every, strict=True):
         each.laps = [[1500.0 * scale, 0.0, 1000.0]]
     for each in every:
         records.append(each.record("moe_layer", 1, each.way.predict(16, 1, IDEAL), stamp))
-    moe_layer.tell(records)
+    show(layers, records)
     shown = capsys.readouterr().out
-    assert "einsum takes 60 times the CPU time of sort" in shown
     assert "gloo ranks of 1 thread(s) on abacus, 2 cores" in shown
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown.splitlines() if line.startswith("│")}
     assert [cell.strip() for cell in lines["CPU time"]] == ["1 min 30 s", "1.5 s", "3.0 s"]
+    assert lines["over that of sort, median"][0].strip() == "60"
     assert [cell.strip() for cell in lines["choices dropped"]] == ["25.0%"] * 3
     assert [cell.strip() for cell in lines["rows in an all-to-all"]] == ["none"] * 3
     assert [cell.strip() for cell in lines["memory, at most"]] == ["unknown"] * 3
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():
-    config = expert_layer.LayerSettings(tokens=64, d_model=32, d_ff=64).way("sort", 4, Mixture()).config
+    config = expert_layer.LayerSettings(tokens=64, d_model=32, d_ff=64).sorted(4, Mixture()).config
     layer, x = MoELayer(config), torch.randn(1, 64, 32)
     with torch.no_grad(), Observer() as seen:
         seen.begin("forward")

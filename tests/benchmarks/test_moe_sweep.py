@@ -1,17 +1,17 @@
 """The sweep over expert layers: its grid, what it refuses, its table and its plot."""
 
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks import moe_sweep
 from benchmarks.expert_tables import cells, row, show, sweep
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, expert_turns
+from benchmarks.lib import expert_layer, launcher
 from benchmarks.lib.expert_picture import chosen_capacity, draw, factor, lines
 from benchmarks.moe_sweep import MoESweepSettings, parse_capacity
-from benchmarks.records import Record, append_record, read_records
+from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
@@ -45,28 +45,28 @@ def grid() -> list[Record]:
     ]
 
 
-def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
-    expert_turns.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
+def sweep_case(rank: int, world: int, folder: str) -> list[dict]:
+    expert_layer.probe = lambda *_: Hardware("ideal", 1e9, 1e9, "made by hand")
     expert_layer.ONE_HOT_LIMIT = LIMIT
     settings = MoESweepSettings(**TINY, capacity=CAPACITIES)
     place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
-    expert_turns.work(place, settings, "moe_sweep", enter, Path(results))
+    return expert_layer.work(place, settings, "moe_sweep", enter)["records"]
 
 
 def broken_case(rank: int, world: int, folder: str) -> str:
     right = MoELayer.by_sort
     MoELayer.by_sort = lambda self, x, logits, mixture, _, *rest: right(self, x, logits, mixture, None, *rest)
     try:
-        sweep_case(rank, world, folder, f"{folder}/never")
+        sweep_case(rank, world, folder)
     except WrongResultError as refused:
         return str(refused)
     return ""
 
 
-def test_a_sweep_records_every_cell_and_what_it_drops(tmp_path):
-    path = tmp_path / "moe_sweep.jsonl"
-    ranks.run_alone(sweep_case, 2, results=str(path))
-    found = {(r.config["experts"], r.config["capacity"], r.config["candidate"]): r for r in read_records(path)}
+def test_a_sweep_records_every_cell_and_what_it_drops():
+    first, _ = ranks.run_alone(sweep_case, 2)
+    records = [Record(**each) for each in first]
+    found = {(r.config["experts"], r.config["capacity"], r.config["candidate"]): r for r in records}
     every = {(e, c, name) for e in (4, 8) for c in CAPACITIES for name in ("einsum", "sort")}
     assert set(found) == every - {(8, "dropless", "einsum")}
     assert [found[8, c, "sort"].config["slots"] for c in CAPACITIES] == [4, 8, 8, None]
@@ -102,14 +102,18 @@ def test_capacities(text, slots, training):
 
 def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys):
     started, here = [], Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
-    monkeypatch.setattr(expert_turns, "run_ranks", lambda work, count, *_: started.append(count))
+
+    def run(self, count, work, *_):
+        started.append(self.here.world_size if self.here.world_size > 1 else count)
+        return {"records": []}
+
+    monkeypatch.setattr(launcher.Launcher, "run", run)
     for arguments in ([], ["--nproc", "2", "--smoke"]):
         assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
     assert started == [1, 2, 4, 2]
-    monkeypatch.setattr(expert_turns, "find_place", lambda: here)
-    monkeypatch.setattr(expert_turns, "work", lambda place, *_: started.append(place))
+    monkeypatch.setattr(launcher, "find_place", lambda: here)
     assert run_command(moe_sweep.main, ["--results", "other"]) == 0
-    assert started[-1] == here
+    assert started[4:] == [4]
     assert [path.name for path in in_tmp.iterdir()] == ["out"]  # rank 1 opens no file of records
     assert run_command(moe_sweep.main, ["--nproc", "2"]) == 2
     assert "--nproc 2 would start ranks, but 4 were started already" in capsys.readouterr().err
@@ -119,14 +123,15 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys)
 def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
     """Without matplotlib the table and the records are all there is."""
 
-    def append(worker, count, device, settings, benchmark, enter, path):
-        for record in (each for each in grid() if each.config["ranks"] == count):
-            append_record(record, path)
+    def run(self, count, *_):
+        return {"records": [asdict(each) for each in grid() if each.config["ranks"] == count]}
 
-    monkeypatch.setattr(expert_turns, "run_ranks", append)
+    monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr("benchmarks.records.busy", lambda: "busy: others used 2 of 2 cores")
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
+    assert "Busy: others used 2 of 2 cores." in shown  # as the records say
     assert "32 records appended to out/moe_sweep.jsonl" in shown
     assert ("plot in out/moe_sweep.svg" if there else HOW_TO_PLOT) in shown
     assert (in_tmp / "out/moe_sweep.svg").exists() == there
@@ -165,7 +170,7 @@ def test_a_picture_is_the_same_each_time(in_tmp):
 
 
 def test_the_table_says_what_was_measured_where(capsys):
-    show(sweep(grid()), grid())
+    show(sweep, grid())
     shown = capsys.readouterr().out
     assert "Sweep: layers of 8 x 16, 32 tokens a rank, router skewed by 1" in shown
     assert "gloo ranks of 1 thread(s) on abacus, 2 cores, torch 2, commit c, today." in shown

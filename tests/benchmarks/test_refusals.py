@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.lib import expert_turns, kernel_run, scaling_study
+from benchmarks.lib import kernel_run, launcher, scaling_study
 from cs336_systems.host.console import run_command
 from tests.support.machine import made_up
 
@@ -101,7 +101,8 @@ REFUSED = {
         "--grid 1x0x1": "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
         "--grid axbxc": "--grid has 'axbxc', which is no layout: write tp x pp x dp",
         "--micro-batch-size 64": "layout 1x1x1: a global batch of 16 sequences is not a multiple of",
-        "--context 100000000": "are usable; raise tp or pp in --grid, or --zero, use --recompute segments, or",
+        "--context 100000000": "are usable; choose a smaller --size or fewer ranks in --grid, which share this",
+        "--grid 1x1x100000": "are usable; choose a smaller --size or fewer ranks in --grid, which share this",
         "--grid ' ,'": "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2",
         "--grid 1x1x1,3x1x1": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4",
         "--grid 1x1x1,1x3x1": "layout 1x3x1: num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one",
@@ -144,7 +145,7 @@ NEEDS_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 )
 def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, monkeypatch, capsys):
     module = import_module(f"benchmarks.{name}")
-    for place, start in product((module, expert_turns, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
+    for place, start in product((module, launcher, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.lib.scaling_anomalies import anomalies, rounding
-from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_run import ScalingRun, top_level_ms
+from benchmarks.lib.scaling_logs import ScalingRun, read_runs, top_level_ms
 from benchmarks.lib.scaling_tables import PUBLISHED
 from tests.support.scaling_rows import clean, with_timers
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.scaling_logs import parse_log, parse_published, read_runs
-from benchmarks.lib.scaling_run import ScalingRun
+from benchmarks.lib.scaling_logs import ScalingRun, parse_log, parse_published, read_runs
 from cs336_systems.errors import UserError
 
 ARGUMENTS = {

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gate import compare_steps, tolerance
 from benchmarks.lib import options, scaling_study
 from benchmarks.lib.scaling_measure import measure_peak
-from benchmarks.lib.scaling_record import affinity, peak_flops, pipeline_bubble, predict, study_run
+from benchmarks.lib.scaling_record import crowded, peak_flops, pipeline_bubble, predict, study_run
 from benchmarks.lib.scaling_study import Layout, Study
 from benchmarks.lib.scaling_tables import sheets, summary
 from benchmarks.lib.sheets import remarks, show
@@ -188,15 +188,13 @@ def test_a_prediction_gives_each_rank_its_share_of_the_machine():
 def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 2)
     monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 2)
-    assert affinity(2, 1)["note"] == ""
-    shared = affinity(8, 1)
-    assert shared["bound"] == 0.25
-    assert shared["note"].startswith("8 ranks on 2 cores: efficiency is bounded by 2/8; 8 ranks share 2 cores, all ")
-    assert shared["note"].count("bind") == 0
-    assert affinity(2, 2)["note"] == "2 ranks of 2 threads on 2 cores: efficiency is bounded by 2/4"
+    assert crowded(2, 1) == ""
+    assert crowded(8, 1).startswith("8 ranks on 2 cores: efficiency is bounded by 2/8; 8 ranks share 2 cores, all ")
+    assert "bind" not in crowded(8, 1)
+    assert crowded(2, 2) == "2 ranks of 2 threads on 2 cores: efficiency is bounded by 2/4"
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 1)
     monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 64)
-    bound = affinity(8, 1)["note"]
+    bound = crowded(8, 1)
     assert "8 ranks share 1 core of 64: the process that starts them is bound" in bound
     assert "--bind-to none" in bound
 

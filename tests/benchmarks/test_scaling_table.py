@@ -7,20 +7,18 @@ import pytest
 from benchmarks import scaling
 from benchmarks.lib import scaling_plot
 from benchmarks.lib.scaling_anomalies import marks
-from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_run import (
+from benchmarks.lib.scaling_logs import (
     ScalingRun,
     bubble,
     default_base,
     efficiency,
     ideal_bubble,
     parent,
-    sample_flops,
+    read_runs,
     top_level,
     top_level_ms,
-    utilisation,
 )
-from benchmarks.lib.scaling_tables import PUBLISHED, markdown, scaling_sheet, timer_sheet
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown, sample_flops, scaling_sheet, timer_sheet, utilisation
 from benchmarks.scaling import import_log
 from cs336_systems.cost.plots import style
 from cs336_systems.host.console import run_command

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.scaling_logs import parse_log, parse_train_log, read_runs
-from benchmarks.lib.scaling_run import ScalingRun
+from benchmarks.lib.scaling_logs import ScalingRun, parse_log, parse_train_log, read_runs
 from benchmarks.scaling import import_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

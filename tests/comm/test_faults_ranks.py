@@ -149,6 +149,29 @@ def test_sigterm_reaches_the_ranks_which_may_end_well(tmp_path, how, outcome):
     assert ranks.run_alone(terminated_case, 1, where=str(tmp_path), how=how) == [outcome]
 
 
+def early(place: Place, folder: str) -> None:
+    """A rank that asks the process that starts the ranks to stop."""
+    Path(folder, f"started-{place.rank}").touch()
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(30)
+
+
+def early_case(rank: int, world: int, folder: str, where: str) -> int:
+    def start(process: ForkProcess) -> None:
+        BaseProcess.start(process)
+        time.sleep(0.3)
+
+    ForkProcess.start = start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        launch.run_ranks(early, 30, "cpu", where)
+    return len(list(Path(where).iterdir()))
+
+
+def test_sigterm_ends_the_start_of_many_ranks(tmp_path):
+    (started,) = ranks.run_alone(early_case, 1, where=str(tmp_path))
+    assert started < 10
+
+
 ORPHAN = """
 import sys, time
 from cs336_systems.comm import agree, distributed

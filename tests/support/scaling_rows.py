@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.lib.scaling_run import ScalingRun
+from benchmarks.lib.scaling_logs import ScalingRun
 
 
 def clean(world: int, forward: float = 60.0, **changes) -> ScalingRun:
