@@ -116,9 +116,9 @@ class DataParallel(Wrapper):
     def join(self, batches: Collection[Any]) -> Iterator[Any]:
         """Yield this rank's batches, then None until the rank with most is done. For None, skip forward and backward,
         but synchronise and step with the others: this rank's gradients are zero. Every rank must call it."""
-        counts = agree("the number of batches", str(len(batches)), self.group)
+        counts = agree("the number of batches", len(batches), self.group)
         yield from batches
-        yield from repeat(None, max(map(int, counts)) - len(batches))
+        yield from repeat(None, max(counts) - len(batches))
 
     def kept_gradients(self) -> list[LocalGradient]:
         found = {each.parameter: each for bucket in self.buckets for each in bucket.local_gradients()}

@@ -62,6 +62,9 @@ class FSDP(Wrapper):
         reshard_after_forward: bool = True,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise UserError(f"{name} {dtype} is not a floating-point dtype, such as torch.bfloat16")
         chosen = f"compute dtype {compute_dtype}, reduce dtype {reduce_dtype}, resharded {reshard_after_forward}"
         super().__init__(chosen, module, group, ignored)
         self.compute_dtype, self.reshard_after_forward = compute_dtype, reshard_after_forward

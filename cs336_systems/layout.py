@@ -138,8 +138,8 @@ def check_divides(
 
 def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
     """Size of the vocabulary, padded to a multiple. Raises UserError if it does not divide over the ranks."""
-    padded = -(-vocab_size // multiple) * multiple
-    if padded % ranks:
+    padded = -(-vocab_size // max(multiple, 1)) * multiple
+    if padded < vocab_size or padded % ranks:
         size = f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple})"
         raise UserError(f"{size}, does not divide over tp {ranks}: pad it to a multiple of {ranks}")
     return padded

@@ -74,6 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UserError("gradients come from the wrapper's shards: wrap the module anew to optimize more of it")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
+        if (again := len(added["params"]) - len(set(added["params"]))) > 0:
+            raise UserError(f"{again} of {len(added['params'])} parameters are given twice: give each once")
         if self.wrapper is None:
             flat = self.layout == "flat"
             for same in plan_buckets([p for p in reversed(added["params"]) if p.requires_grad], math.inf):

@@ -373,6 +373,13 @@ class Nested(nn.Module):
         return self.wrapper[0](self.layer(x))
 
 
+@pytest.mark.parametrize("name", ["compute_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, "float16"], ids=str)
+def test_a_dtype_that_cannot_hold_gradients_is_refused(name, dtype):
+    with pytest.raises(UserError, match=f"^{name} {dtype} is not a floating-point dtype, such as torch.bfloat16$"):
+        FSDP(nn.Linear(2, 2), **{name: dtype})
+
+
 def nested_case(group) -> None:
     model = FSDP(Nested())
     model.module.wrapper.append(model)

@@ -6,7 +6,6 @@ its part of a parameter is sharded as the parameter is; any other value (a step 
 parameter as a whole and comes from the first rank that has it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,9 +72,9 @@ class ParameterBuffer:
         parts = [part for part in self.parts if part.owner in numbers]  # not those taken out of their group
         mine = {numbers[part.owner]: (part, state.get(part.owner, {})) for part in parts}
         told = [[n, key, *_describe(value, part)] for n, (part, kept) in mine.items() for key, value in kept.items()]
-        for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), self.group)):
+        for source, theirs in enumerate(agree("optimizer state", told, self.group)):
             piece_of = {numbers.get(self.parameters[piece.index]): piece for piece in self.layout.pieces(source)}
-            for number, key, kind, *about in json.loads(text):
+            for number, key, kind, *about in theirs:
                 whole = gathered.setdefault(number, {})
                 if kind != "sharded" and key in whole:
                     continue

@@ -6,7 +6,6 @@ they compare options, shapes of buffers, and weights through the store.
 """
 
 import hashlib
-import json
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +22,10 @@ from cs336_systems.errors import UserError
 def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "") -> None:
     """Raises UserError on every rank, with the first difference, unless all ranks have equal lines. They compare
     through the store: a collective over tensors that differ in size aborts the process on gloo."""
-    digests = agree(what, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    digests = agree(what, hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest(), group)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(each) for each in agree(f"all {what}", json.dumps(lines, allow_nan=False), group)]
+    everyone = agree(f"all {what}", lines, group)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
     entry, (a, b) = next((entry, (a, b)) for entry, (a, b) in pairs if a != b)

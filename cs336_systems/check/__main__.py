@@ -16,9 +16,9 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
 
-def stop(*_: Any) -> None:
-    """Raise TimeoutError for an alarm."""
-    raise TimeoutError("it did not end in ten times --timeout")
+def stop(seconds: float, *_: Any) -> None:
+    """Raise TimeoutError for an alarm after so many seconds."""
+    raise TimeoutError(f"it did not end in {seconds:g} s, ten times --timeout")
 
 
 def type_checks(target: str, kind: str | None, timeout: float) -> list[Callable[[], Any]]:
@@ -28,12 +28,17 @@ def type_checks(target: str, kind: str | None, timeout: float) -> list[Callable[
     from cs336_systems.check.shadow import check_reduction
     from cs336_systems.check.types import check_model
 
-    signal.signal(signal.SIGALRM, stop)  # after the imports, which take seconds
+    signal.signal(signal.SIGALRM, partial(stop, 10 * timeout))  # after the imports, which take seconds
     signal.setitimer(signal.ITIMER_REAL, 10 * timeout, 10 * timeout)
     click.get_current_context().call_on_close(partial(signal.setitimer, signal.ITIMER_REAL, 0))
     path, _, name = target.partition(":")
     build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
     if callable(build) and (not signature(build).parameters or (name == "build" and kind is None)):
+        try:
+            signature(build).bind()
+        except TypeError as error:
+            todo = "give each parameter a default, or add --as ddp if it wraps a module"
+            raise UserError(f"{target} is called without arguments: {error}; {todo}") from None
         return [partial(check_model, build, target)]
     return [partial(check_reduction, each) for each in load(target, kind)[0]]
 
@@ -59,14 +64,8 @@ def number_checks(
 @click.argument("target", default="")
 @click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET.  [default: from its name and bases]")
 @click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks (forked processes).")
-@click.option(
-    "--timeout",
-    type=console.PATIENCE,
-    default=5.0,
-    show_default=True,
-    callback=console.finite,
-    help="Seconds that ranks wait for each other.",
-)
+@click.option("--timeout", type=console.PATIENCE, default=5.0, show_default=True, callback=console.finite,
+              help="Seconds that ranks wait for each other.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for verdicts weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
 @click.option("--types", is_flag=True, help=f"Check only types, on {TYPED_RANKS} simulated ranks.")

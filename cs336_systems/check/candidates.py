@@ -55,10 +55,13 @@ def line_of(error: BaseException, who: str = "it") -> str:
 
 @contextmanager
 def exits_raised() -> Iterator[None]:
-    """Inside the block os._exit raises SystemExit in this process, so that an exit is reported; forks of it end."""
-    leave, process = os._exit, os.getpid()
-    with mock.patch("os._exit", lambda code: sys.exit(code) if os.getpid() == process else leave(code)):
+    """Inside the block os._exit raises SystemExit in this process, so that an exit is reported; forks of it end. If a
+    thread has called it, which SystemExit ends alone, SystemExit is raised at the end of the block."""
+    leave, pid, codes = os._exit, os.getpid(), dict[int, int]()
+    with mock.patch("os._exit", lambda n: leave(n) if os.getpid() != pid else sys.exit(codes.setdefault(pid, n))):
         yield
+    if codes:
+        sys.exit(codes[pid])
 
 
 @contextmanager
@@ -182,21 +185,15 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     return [candidate(own[0], kind, beside=module)], build
 
 
-class Uncached(SourceFileLoader):
-    """Loader without __pycache__, as Python would reuse the old code of a file that changes twice within a second."""
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def load_file(path: Path) -> ModuleType:
-    """A Python file as a module; what lies beside it can be imported by it. Raises UserError."""
+    """A Python file as a module, compiled anew; what lies beside it can be imported by it. Raises UserError."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    loader = Uncached(f"checked_{path.stem}", where := str(path.resolve()))
-    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=where))
-    module.__file__ = where
+    loader = SourceFileLoader(f"checked_{path.stem}", str(path.resolve()))
+    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
+    module.__file__ = loader.path
     sys.path.append(str(path.resolve().parent))
-    with called(f"{path} cannot be imported"):
+    # Without __pycache__: Python would reuse the old code of a file that changes twice within a second.
+    with called(f"{path} cannot be imported"), mock.patch("sys.dont_write_bytecode", True):
         loader.exec_module(module)
     return module

@@ -165,6 +165,7 @@ def whole(full: Tensor, rank: int, world: int) -> Tensor:
 
 BOUND = bound(torch.float64, stages=3 * 64, longest_sum=48)  # see Net: 64 operations a step
 LIMIT = 0.1  # of the gradient's norm, where it is clipped
+ADAMW = {"lr": 0.05, "weight_decay": 0.1}
 Plain = partial(Net, tied=False, shared=False, scalar=False)
 
 
@@ -199,8 +200,7 @@ class Case:
         """Adapt the case to a kind of candidate: a sharded optimizer needs state; ranks of tensor parallelism have
         equal rows."""
         if kind == "sharded-optimizer":
-            adamw = {"lr": 0.05, "weight_decay": 0.1}
-            return replace(self, cls=torch.optim.AdamW, options=adamw, seeds=False)
+            return replace(self, cls=torch.optim.AdamW, options=ADAMW, seeds=False)
         must = self.must and not (kind == "fsdp" and self.program is clipped)  # few wrappers offer a norm over shards
         part = whole if kind == "tensor-parallel" else self.part
         seeds = self.seeds and (kind == "ddp" or not self.must)
@@ -219,6 +219,7 @@ CASES = (
     Case("frozen parameters", prepare=lambda module, rank: freeze(module, rank, "first.weight")),
     Case("unused on every rank", partial(training, skip=lambda step, rank: step == 1), kinds=DP, page=WRONG),
     Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
+    Case("AdamW instead of SGD", kinds=("step",), cls=torch.optim.AdamW, options=ADAMW),
     Case("mixed dtypes", make=mixed, kinds=MODULES),
     Case("accumulation in no_sync", partial(accumulate, quiet=True), kinds=DP),
     Case("accumulation without no_sync", partial(accumulate, quiet=False), kinds=("ddp",)),

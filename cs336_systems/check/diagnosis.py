@@ -5,118 +5,29 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
-from cs336_systems.check.cases import Case, training
-from cs336_systems.check.oracle import Key, Notes, copied
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, factor_of, largest, likely_bound
+from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
+from cs336_systems.check.tolerances import bound, factor_of, largest
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
-KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them
 LARGEST = 10_000  # elements of all gradients among which a slice is looked for
 PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a slice of a tensor may have
 
 
-class Wrong(NamedTuple):
-    """A tensor outside of its tolerance: its rank, its error, and the cause that its values indicate."""
+class Diagnosis(Evidence):
+    """Evidence, and the mistakes that would give what is wrong."""
 
-    key: Key
-    rank: int
-    error: float
-    got: Tensor
-    want: Tensor
-    cause: str = ""
-    detail: str = ""
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """Order in which tensors are computed: by step, and within it by kind."""
-        return self.key[0], KINDS.index(self.key[1])
-
-
-@dataclass
-class Evidence:
-    """Notes of the ranks beside those of the reference, for one case."""
-
-    case: Case
-    want: list[Notes]
-    got: list[Notes]
-    is_derived: bool = False  # gradients follow from updates
-
-    def __post_init__(self) -> None:
-        self.world = len(self.got)
-        self.lowest = max(
-            {torch.float64, *(p.dtype for p in self.case.module(0, 0).parameters())} & UNIT_ROUNDOFF.keys(),
-            key=UNIT_ROUNDOFF.__getitem__,
-        )
-        self.order = [name for step, kind, name in self.want[0].tensors if (step, kind) == (-1, "weight")]
-        if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
-            self._derive()
-
-    def _derive(self) -> None:
-        """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""
-        ordinary = getattr(self.case.program, "func", self.case.program) is training
-        self.is_derived = self.case.cls is torch.optim.SGD and ordinary and self.lowest == torch.float64
-        for tensors in [notes.tensors for notes in self.got if self.is_derived]:
-            for (step, kind, name), after in list(tensors.items()):
-                before = tensors.get((step - 1, "weight", name))
-                if kind == "weight" and before is not None and before.shape == after.shape:
-                    tensors[step, "gradient", name] = (before - after) / self.case.options["lr"]
-
-    def tolerance(self, key: Key, want: Tensor) -> float:
-        """Absolute tolerance: the case's bound, in the lowest precision of the model's parameters, times 1 + the
-        tensor's largest value; in half precision `likely_bound` instead."""
-        size = 1 + largest(want)
-        if self.is_derived and key[1] == "gradient":  # a difference of two rounded weights over the rate
-            return self.case.tolerance * size / self.case.options["lr"]
-        if UNIT_ROUNDOFF[self.lowest] > UNIT_ROUNDOFF[torch.float32]:
-            # In each of three steps an activation, a gradient, a sum and a mean are rounded to it.
-            return likely_bound(self.lowest, 3 * 4) * size
-        return self.case.tolerance * UNIT_ROUNDOFF[self.lowest] / UNIT_ROUNDOFF[torch.float64] * size
-
-    def wrong(self) -> list[Wrong]:
-        """Tensors that leave their tolerance, by moment; weights in forward order, gradients backward."""
-        keys = [key for notes in self.want for key in notes.tensors]
-        keys += [key for notes in self.got for key in notes.tensors if key[1] == "gradient"]
-        kinds = KINDS if self.case.name == "buffers" else KINDS[1:]
-        place = {name: index for index, name in enumerate(self.order)}
-
-        def order(each: Wrong) -> tuple[Any, ...]:
-            index = place.get(first_of(each.key[2]), 0)
-            return each.moment, -index if each.key[1] == "gradient" else index, each.rank
-
-        return sorted((each for key in dict.fromkeys(keys) if key[1] in kinds for each in self._wrong(key)), key=order)
-
-    def _wrong(self, key: Key) -> Iterator[Wrong]:
-        step, kind, _ = key
-        for rank, notes in enumerate(self.got):
-            want, got = self.want[rank].tensors.get(key), notes.tensors.get(key)
-            if got is None:
-                reached = any(k[0] >= step and k[1] == "weight" for k in notes.tensors) or not notes.error
-                noted = kind in ("weight", "buffer", "norm") or any(k[1] == kind for k in notes.tensors)
-                if want is None or not reached or not noted:
-                    continue  # it came to an end before that; or a training step, whose loss is not asked for
-                if kind != "gradient":
-                    yield Wrong(key, rank, math.inf, torch.empty(0), torch.empty(0), "missing")
-                    continue
-                got = torch.zeros_like(want)
-            want = torch.zeros_like(got) if want is None else shard(want, got, rank, self.world)
-            error = largest(got - want) if got.shape == want.shape else math.inf
-            if error > self.tolerance(key, want):
-                yield Wrong(key, rank, error, got, want)
-
-    def explained(self, wrong: Wrong) -> Wrong:
-        """The wrong tensor with the mistake that would give it, and a detail of that."""
-        cause, detail = (wrong.cause, "") if wrong.cause else self._cause(wrong)
-        return wrong._replace(cause=cause, detail=detail)
-
-    def _cause(self, wrong: Wrong) -> tuple[str, str]:
+    def cause(self, wrong: Wrong) -> tuple[str, str]:
+        """The mistake that would give a wrong tensor, and a detail of it."""
         key, rank, _, got, want, *_ = wrong
+        if wrong.cause:
+            return wrong.cause, ""
         if got.shape != want.shape:
             return "unknown", f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
         limit, is_gradient = self.tolerance(key, want), key[1] == "gradient"
@@ -154,16 +65,11 @@ class Evidence:
 
     def _factors(self, wrong: Wrong) -> list[float]:
         """The factors, none of them 0, with which the ranks' own gradients add up to the tensor, if there are such."""
-        own, got = self._own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
+        own, got = self.own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
         if not self.world < len(got) == len(own):
             return []
         factors = torch.linalg.lstsq(own, got).solution
         return factors.tolist() if largest(own @ factors - got) <= 1e-9 < factors.abs().min() else []
-
-    def _own(self, wrong: Wrong) -> Tensor:
-        """The gradients of each rank's own rows, stacked."""
-        (step, _, name), want = wrong.key, self.want[wrong.rank].tensors.get(wrong.key, wrong.want)
-        return torch.stack([notes.tensors.get((step, "local", name), torch.zeros_like(want)) for notes in self.want])
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that the tensor would have under each mistake, the likeliest first."""
@@ -177,19 +83,62 @@ class Evidence:
         elif kind == "gradient":
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
+        elif kind == "loss":
+            yield from self._of_old_weights(step, rank)
         elif before is not None:
             yield "unmoved", before, ""
+            if step == 0:
+                yield from self._of_update(wrong, before)
         elif step < 0:
             module = self.case.module(rank if self.case.seeds else 0, rank)
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             if name in tensors:
                 yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
+        if kind in ("gradient", "weight"):
+            yield from self._of_other_shards(wrong.key, rank)
+
+    def _of_old_weights(self, step: int, rank: int) -> Iterator[tuple[str, Tensor, str]]:
+        """The loss of an ordinary step that the weights before the last update would give."""
+        tensors, module = self.want[rank].tensors, self.case.module(0, rank)
+        if step > 0 and not any(p.is_complex() for p in module.parameters()):
+            inputs, targets = (self.case.part(each, rank, self.world) for each in self.case.data(step))
+            given = {name: tensors[step - 2, "weight", name].to(p.dtype) for name, p in module.named_parameters()}
+            yield "stale weights", copied(self.case.criterion(functional_call(module, given, (inputs,)), targets)), ""
+
+    def _of_update(self, wrong: Wrong, before: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+        """Values of a weight after a first step that is taken with each wrong gradient."""
+        key = (0, "gradient", wrong.key[2])
+
+        def updated(gradient: Tensor) -> Tensor:
+            weight = torch.nn.Parameter(before.clone())
+            weight.grad = gradient.clone()
+            self.case.cls([weight], **self.case.options).step()
+            return weight.detach()
+
+        if (want := self.want[wrong.rank].tensors.get(key)) is not None and want.shape == before.shape:
+            of_gradient = wrong._replace(key=key, want=want)
+            yield "averaged weights", torch.stack([updated(each) for each in self.own(of_gradient)]).mean(0), ""
+            for cause, value, detail in (*self._of_gradient(of_gradient), *self._of_other_shards(key, wrong.rank)):
+                if value.shape == before.shape:
+                    yield cause, updated(value), f"its gradient{', ' * bool(detail)}{detail}"
+
+    def _of_other_shards(self, key: Key, rank: int) -> Iterator[tuple[str, Tensor, str]]:
+        """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined."""
+        tensors = {each[2]: x for each, x in self.want[rank].tensors.items() if each[:2] == key[:2]}
+        names = [name for name in self.order if name in tensors]
+        for joined in ([key[2]], names, names[::-1]) if key[2] in names else ():
+            flat = torch.cat([tensors[each].flatten() for each in joined])
+            shards = F.pad(flat, (0, -len(flat) % self.world)).view(self.world, -1)
+            for other in range(1, self.world):
+                pieces = shards.roll(-other, 0).flatten()[: len(flat)].split([tensors[each].numel() for each in joined])
+                moved = pieces[joined.index(key[2])].view_as(tensors[key[2]])
+                yield "another rank's shard", moved, f"rank r has that of rank r + {other}" * (self.world > 2)
 
     def _of_gradient(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that a whole gradient would have under each mistake."""
         (step, _, name), rank, n, right = wrong.key, wrong.rank, self.world, self.want[wrong.rank].tensors
         want = right.get(wrong.key, wrong.want)
-        own = self._own(wrong)
+        own = self.own(wrong)
         if self.case.part.__name__ == "uneven":
             yield "mean of means", own.mean(0), ""
         parts = [notes.tensors.get(wrong.key, torch.empty(0)) for notes in self.got]
@@ -197,20 +146,24 @@ class Evidence:
         if are_whole and largest(sum(parts[1:], parts[0]) - want) <= self.tolerance(wrong.key, want):
             yield "partial sum", parts[rank], ""
         yield from self._accumulated(step, name, rank, want)
-        yield "never synchronised", own[rank], ""
-        yield "never synchronised", own[rank] / n, f"divided by {n}"
+        later = (step + 1, "loss", "")
+        if later in self.got[rank].tensors and all(each.rank != rank for each in self._wrong(later)):
+            yield "averaged weights", own[rank], "or the optimizer uses another gradient than .grad"
         size = -(-want.numel() // n)
         shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
-        yield "never synchronised", shares, "each rank's share of it"
-        yield "never synchronised", shares / n, f"each rank's share of it, divided by {n}"
+        for value, which in ((own[rank], ""), (shares, "each rank's share of it")):
+            yield "never synchronised", value, which
+            yield "never synchronised", value / n, f"{which}{', ' * bool(which)}divided by {n}"
         yield "summed", n * want, f"{n} times the mean"
         yield "averaged twice", want / n, f"1/{n} of the mean"
         if (before := right.get((step - 1, "gradient", name))) is not None:
             yield "stale", before, ""
             yield "kept", want + before, ""
-        for other in range(n):
-            yield "another rank's", own[other], f"rank {other}'s"
-            yield "another rank's", own[other] / n, f"rank {other}'s, divided by {n}"
+        others = [("another rank's", own[other], f"rank {other}'s") for other in range(n)]
+        instead = (("maximum", own.amax(0)), ("minimum", own.amin(0)), ("product", own.prod(0)))
+        for cause, value, which in (*others, *(("not summed", value, which) for which, value in instead)):
+            yield cause, value, which
+            yield cause, value / n, f"{which}, divided by {n}"
         yield "added to", own[rank] + want, ""
         yield "zero", torch.zeros_like(want), ""
         for (when, what, whose), tensor in right.items():
@@ -240,21 +193,6 @@ class Evidence:
                 if off.min().item() <= limit:
                     return f"elements {int(off.argmin())} and on of {whose}, in the order of backward"
         return ""
-
-
-def first_of(name: str) -> str:
-    """A tensor's name without the number that its later values in a step have."""
-    return name.split(" no.")[0]
-
-
-def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
-    """This rank's part of a whole tensor, if what it has is such a part along one axis."""
-    if want.shape == got.shape or want.dim() != got.dim():
-        return want
-    for dim in range(want.dim()):
-        if want.shape[dim] == world * got.shape[dim]:
-            return want.chunk(world, dim)[rank]
-    return want
 
 
 def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:

@@ -49,14 +49,13 @@ def grade(
         return report if report.exit_code() else grade_tests(name, asked["name"], module, tests, ranks, timeout)
     if name in PROBES:
         report = Report(name, "function", asked.get("ranks", ranks))
-        probes = {each: partial(function, module) for each, function in PROBES[name].items()}
+        probes = {each: partial(PROBES[name], module, **options) for each, options in asked["probes"].items()}
         return probe(report, probes, timeout, asked["page"])
     found = getattr(module, asked["name"])
     chosen = candidate(partial(_Ring, found) if name == "ring" else found, asked["kind"], asked["name"])
     if name == "zero-2":  # it makes model and optimizer, which divide gradients and state alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
     only = only or tuple(asked.get("only", ()))
-    chosen = _split(chosen, asked["split"], ranks) if "split" in asked else chosen
     report = check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
     for i, each in enumerate(report.verdicts):
         if each.status in (REFUSED, ABSENT) and each.name in ASKED.get(asked["kind"], ()):
@@ -92,21 +91,19 @@ class _Ring(Replica):
 
 
 def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
-    """Require that a candidate keeps only its share of the optimizer's state (`state`) and of each parameter's .data or
-    .grad between steps (`keeps`; a view counts as its whole storage), and launches at least `early` reductions before
-    the end of backward and at most `most` in the whole step."""
-    share, total, counts, seen = 0, 0, Counter[str](), Counter[str]()
-    keeps, early, most = asked.get("keeps"), asked.get("early", 0), asked.get("most", math.inf)
+    """Require at most a share of the optimizer's state (`state`) and of .data or .grad between steps (`keeps`; storages
+    count whole), parameters split along axes (`split`), `early` reductions or more in backward, `most` in a step."""
+    share, total, counts, seen, keeps = 0, 0, Counter[str](), Counter[str](), asked.get("keeps")
 
     def hold_share(what: str, elements: int) -> None:
         hold(elements <= share, f"a rank keeps {what} of {elements} of {total} elements, at most {share} are its")
 
     def build(module: nn.Module, cls: Any, *rest: Any) -> Any:
-        nonlocal share, total, counts
-        sizes = [p.numel() for p in module.parameters()]
+        nonlocal share, total, counts, seen
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        sizes = [shape.numel() for shape in shapes.values()]
         share, total = sum(sizes) // ranks + max(sizes), sum(sizes)
-        seen.clear()
-        seen["free"] = "state" not in asked or len(sizes) < 2 * ranks  # of an optimizer on every rank
+        seen = Counter(free="state" not in asked or len(sizes) < 2 * ranks)  # of an optimizer on every rank
 
         class Counted(cls):  # type: ignore[misc]
             def __init__(self, params: Any, **options: Any) -> None:
@@ -115,21 +112,25 @@ def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
                 hold_share("state", sum(p.numel() for group in self.param_groups for p in group["params"]))
 
         built = chosen.build(module, Counted if "state" in asked else cls, *rest)
+        for name, dim in asked.get("split", {}).items():
+            has, most = dict(built[0].named_parameters())[name].shape[dim], -(-shapes[name][dim] // ranks)
+            hold(has <= most, f"axis {dim} of {name} has {has} elements; {most} are this rank's")
         hold_share(f".{keeps}", _kept(keeps, *built))
         counts = count_collectives()
         return built
 
     def before(model: Any, optimizer: Any) -> None:
         seen["batches"] += 1
-        is_used = seen["free"] or seen["optimizers"] or seen["batches"] < 3
-        hold(bool(is_used), "optimizer_cls is given no parameters, although steps were taken")
+        is_used = bool(seen["free"] or seen["optimizers"] or seen["batches"] < 3)
+        hold(is_used, "optimizer_cls is given no parameters, although steps were taken")
         chosen.before(model, optimizer)
 
     def finish(model: Any, optimizer: Any) -> None:
         launched = counts["reductions"]
         chosen.finish(model, optimizer)
-        hold_share(f".{keeps}", _kept(keeps, model, optimizer))
         taken, counts["reductions"] = counts["reductions"], 0
+        hold_share(f".{keeps}", _kept(keeps, model, optimizer))
+        early, most = asked.get("early", 0), asked.get("most", math.inf)
         hold(launched >= early, f"{launched} collectives were launched during backward; {early} or more should be")
         hold(taken <= most, f"a step took {taken} collectives; {most} or fewer should do")
 
@@ -142,20 +143,6 @@ def _kept(name: str | None, model: Any, optimizer: Any) -> int:
     tensors = [each for each in (getattr(p, name) for p in own) if each is not None] if name else []
     stores = {each.untyped_storage().data_ptr(): len(each.untyped_storage()) // each.itemsize for each in tensors}
     return sum(stores.values())
-
-
-def _split(chosen: Candidate, axes: dict[str, int], ranks: int) -> Candidate:
-    """Require that a candidate splits its parameters along an axis."""
-
-    def build(module: nn.Module, *rest: Any) -> Any:
-        whole = {name: p.shape for name, p in module.named_parameters()}
-        built = chosen.build(module, *rest)
-        for name, dim in axes.items():
-            has, most = dict(built[0].named_parameters())[name].shape[dim], -(-whole[name][dim] // ranks)
-            hold(has <= most, f"axis {dim} of {name} has {has} elements; {most} are this rank's")
-        return built
-
-    return replace(chosen, build=build)
 
 
 def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks: int, timeout: float) -> Report:
@@ -188,7 +175,7 @@ def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks:
     return report
 
 
-def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: int = 1) -> Callable[..., None]:
+def _ring(change: Callable[..., object], all_reduce: Callable[..., Any], times: int = 1) -> Callable[..., None]:
     """Broken variant of an all-reduce: `change(result, own, rank, world)` alters the result, and every piece is sent
     `times` times."""
 
@@ -205,10 +192,18 @@ def _ring(all_reduce: Callable[..., Any], change: Callable[..., object], times: 
     return broken
 
 
-def _ddp(change: Callable[..., object], first: int, cls: Any) -> Any:
-    """Broken variant of a wrapper: `change` alters its reduced gradients, from number `first` on."""
+def _ddp(change: Callable[..., object], first: int, cls: Any, unsent: str = "") -> Any:
+    """Broken variant of a wrapper: `change` alters its reduced gradients, from number `first` on; it leaves parameters
+    or buffers (`unsent`) as each rank had them."""
 
     class Broken(cls):  # type: ignore[misc]
+        def __init__(self, module: Any) -> None:
+            tensors = [each.detach() for each in getattr(module, unsent)()] if unsent else []
+            before = [each.clone() for each in tensors]
+            super().__init__(module)
+            for each, old in zip(tensors, before, strict=True):
+                each.copy_(old)
+
         def finish_gradient_synchronization(self) -> None:
             having = [p for p in self.module.parameters() if p.grad is not None]
             own = [p.grad.clone() for p in having]
@@ -226,34 +221,20 @@ def _stale(gradient: Tensor, own: Tensor, parameter: Any) -> None:
     parameter.mean_before = mean
 
 
-def _unsent(what: str, cls: Any) -> Any:
-    """Broken variant of a wrapper: it leaves parameters or buffers as each rank had them."""
-
-    class Broken(cls):  # type: ignore[misc]
-        def __init__(self, module: Any) -> None:
-            before = [each.detach().clone() for each in getattr(module, what)()]
-            super().__init__(module)
-            for each, old in zip(getattr(module, what)(), before, strict=True):
-                each.detach().copy_(old)
-
-    return Broken
-
-
 VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "ring": {
-        "the mean, not the sum": partial(_ring, change=lambda flat, own, rank, world: flat.div_(world)),
-        "rank 1 keeps its own": partial(
-            _ring, change=lambda flat, own, rank, world: rank == 1 and flat.copy_(own)),
+        "the mean, not the sum": partial(_ring, lambda flat, own, rank, world: flat.div_(world)),
+        "rank 1 keeps its own": partial(_ring, lambda flat, own, rank, world: rank == 1 and flat.copy_(own)),
         "what does not divide evenly is left out": partial(
-            _ring, change=lambda flat, own, rank, world: flat[(cut := len(flat) // world * world):].copy_(own[cut:])),
-        "every piece is sent twice": partial(_ring, change=lambda *_: None, times=2),
+            _ring, lambda flat, own, rank, world: flat[(cut := len(flat) // world * world):].copy_(own[cut:])),
+        "every piece is sent twice": partial(_ring, lambda *_: None, times=2),
     },
     "naive-ddp": {
         "gradients are summed": partial(_ddp, lambda new, own, p: new.mul_(current_place().world_size), 0),
         "nothing is reduced": partial(_ddp, lambda new, own, p: new.copy_(own), 0),
         "one gradient is forgotten": partial(_ddp, lambda new, own, p: new.copy_(own), -1),
         "gradients are those of the step before": partial(_ddp, _stale, 0),
-        "weights are not sent": partial(_unsent, "parameters"),
-        "buffers are not sent": partial(_unsent, "buffers"),
+        "weights are not sent": partial(_ddp, lambda new, own, p: None, 0, unsent="parameters"),
+        "buffers are not sent": partial(_ddp, lambda new, own, p: None, 0, unsent="buffers"),
     },
 }  # fmt: skip

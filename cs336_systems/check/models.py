@@ -15,20 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Boom(torch.autograd.Function):
-    """The identity, whose backward fails if it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The gradient as it is. Raises ArithmeticError if told to."""
-        if ctx.fails:
-            raise ArithmeticError("a backward that fails")
-        return gradient, None
+def fail(gradient: Tensor) -> None:
+    """Raises ArithmeticError, as a hook of a tensor in backward."""
+    raise ArithmeticError("a backward that fails")
 
 
 class Net(nn.Module):
@@ -59,7 +48,7 @@ class Net(nn.Module):
     ) -> Tensor:
         """Logits (rows seq 11) of tokens (rows seq); `skip` leaves out the layer `optional`."""
         self.calls += 1
-        x = Boom.apply(torch.tanh(self.first(self.embedding(tokens))), boom == "late")
+        first = x = torch.tanh(self.first(self.embedding(tokens)))
         shared: Any = self.shared
         if recompute:
             shared = partial(checkpoint, self.shared, use_reentrant=recompute == "reentrant")
@@ -72,7 +61,9 @@ class Net(nn.Module):
             x = x + side
         else:
             keep.append(side)  # an output that the loss does not use
-        x = Boom.apply(self.norm(x) * self.scale, boom == "early")
+        x = self.norm(x) * self.scale
+        if boom:
+            (x if boom == "early" else first).register_hook(fail)  # early in backward, or late
         return self.head(self.last(x))
 
 

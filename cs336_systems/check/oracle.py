@@ -1,20 +1,25 @@
-"""Reference: one copy of the bare module for each rank, all in this process, whose gradients are averaged by hand.
+"""Reference, and the tensors of the ranks that differ from it: one copy of the bare module for each rank, all in this
+process, whose gradients are averaged by hand.
 
 It shares no code with the library. A run's notes are the tensors that the ranks of a candidate are compared with.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from cs336_systems.check.cases import Case, training
 from cs336_systems.check.models import Program, Replica, Run
+from cs336_systems.check.tolerances import UNIT_ROUNDOFF, largest, likely_bound
 
 Key = tuple[int, str, str]  # step, kind of tensor, name
+KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them
 
 
 @dataclass
@@ -139,11 +144,114 @@ def in_lock_step(runs: Sequence[Any], program: Program, weights: Sequence[float]
 
 def reference(case: Any, world: int) -> list[Notes]:
     """Notes of each rank's replica; its weight is its number of rows over the mean number."""
-    runs = []
-    for rank in range(world):
-        model = Replica(case.module(0, rank))
-        optimizer = case.cls(model.parameters(), **case.options)
-        runs.append(ObservedRun(model, optimizer, rank, world, case=case, bare=model.module))
+    models = [Replica(case.module(0, rank)) for rank in range(world)]
+    runs = [ObservedRun(each, case.cls(each.parameters(), **case.options), rank, world, case=case, bare=each.module)
+            for rank, each in enumerate(models)]  # fmt: skip
     sizes = [len(run.rows(0)[0]) for run in runs]
     in_lock_step(runs, ObservedRun.observed, [world * size / sum(sizes) for size in sizes])
     return [run.notes for run in runs]
+
+
+class Wrong(NamedTuple):
+    """A tensor outside of its tolerance: its rank, its error, and the cause that its values indicate."""
+
+    key: Key
+    rank: int
+    error: float
+    got: Tensor
+    want: Tensor
+    cause: str = ""
+    detail: str = ""
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Order in which tensors are computed: by step, and within it by kind."""
+        return self.key[0], KINDS.index(self.key[1])
+
+
+@dataclass
+class Evidence:
+    """Notes of the ranks beside those of the reference, for one case."""
+
+    case: Case
+    want: list[Notes]
+    got: list[Notes]
+    is_derived: bool = False  # gradients follow from updates
+
+    def __post_init__(self) -> None:
+        self.world = len(self.got)
+        dtypes = {torch.float64, *(p.dtype for p in self.case.module(0, 0).parameters())}
+        self.lowest = max(dtypes & UNIT_ROUNDOFF.keys(), key=UNIT_ROUNDOFF.__getitem__)
+        self.order = [name for step, kind, name in self.want[0].tensors if (step, kind) == (-1, "weight")]
+        if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
+            self._derive()
+
+    def _derive(self) -> None:
+        """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""
+        ordinary = getattr(self.case.program, "func", self.case.program) is training
+        self.is_derived = self.case.cls is torch.optim.SGD and ordinary and self.lowest == torch.float64
+        for tensors in [notes.tensors for notes in self.got if self.is_derived]:
+            for (step, kind, name), after in list(tensors.items()):
+                before = tensors.get((step - 1, "weight", name))
+                if kind == "weight" and before is not None and before.shape == after.shape:
+                    tensors[step, "gradient", name] = (before - after) / self.case.options["lr"]
+
+    def tolerance(self, key: Key, want: Tensor) -> float:
+        """Absolute tolerance: the case's bound, in the lowest precision of the model's parameters, times 1 + the
+        tensor's largest value; in half precision `likely_bound` instead."""
+        size = 1 + largest(want)
+        if self.is_derived and key[1] == "gradient":  # a difference of two rounded weights over the rate
+            return self.case.tolerance * size / self.case.options["lr"]
+        if UNIT_ROUNDOFF[self.lowest] > UNIT_ROUNDOFF[torch.float32]:
+            # In each of three steps an activation, a gradient, a sum and a mean are rounded to it.
+            return likely_bound(self.lowest, 3 * 4) * size
+        return self.case.tolerance * UNIT_ROUNDOFF[self.lowest] / UNIT_ROUNDOFF[torch.float64] * size
+
+    def wrong(self) -> list[Wrong]:
+        """Tensors that leave their tolerance, by moment; weights in forward order, gradients backward."""
+        keys = [key for notes in self.want for key in notes.tensors]
+        keys += [key for notes in self.got for key in notes.tensors if key[1] == "gradient"]
+        kinds = KINDS if self.case.name == "buffers" else KINDS[1:]
+        place = {name: index for index, name in enumerate(self.order)}
+
+        def order(each: Wrong) -> tuple[Any, ...]:
+            index = place.get(first_of(each.key[2]), 0)
+            return each.moment, -index if each.key[1] == "gradient" else index, each.rank
+
+        return sorted((each for key in dict.fromkeys(keys) if key[1] in kinds for each in self._wrong(key)), key=order)
+
+    def _wrong(self, key: Key) -> Iterator[Wrong]:
+        step, kind, _ = key
+        for rank, notes in enumerate(self.got):
+            want, got = self.want[rank].tensors.get(key), notes.tensors.get(key)
+            if got is None:
+                reached = any(k[0] >= step and k[1] == "weight" for k in notes.tensors) or not notes.error
+                noted = kind in ("weight", "buffer", "norm") or any(k[1] == kind for k in notes.tensors)
+                if want is None or not reached or not noted:
+                    continue  # it came to an end before that; or a training step, whose loss is not asked for
+                if kind != "gradient":
+                    yield Wrong(key, rank, math.inf, torch.empty(0), torch.empty(0), "missing")
+                    continue
+                got = torch.zeros_like(want)
+            want = torch.zeros_like(got) if want is None else shard(want, got, rank, self.world)
+            error = largest(got - want) if got.shape == want.shape else math.inf
+            if error > self.tolerance(key, want):
+                yield Wrong(key, rank, error, got, want)
+
+    def own(self, wrong: Wrong) -> Tensor:
+        """The gradients of each rank's own rows, stacked."""
+        (step, _, name), want = wrong.key, self.want[wrong.rank].tensors.get(wrong.key, wrong.want)
+        return torch.stack([notes.tensors.get((step, "local", name), torch.zeros_like(want)) for notes in self.want])
+
+
+def first_of(name: str) -> str:
+    """A tensor's name without the number that its later values in a step have."""
+    return name.split(" no.")[0]
+
+
+def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
+    """This rank's part of a whole tensor, if what it has is such a part along one axis."""
+    for dim in range(want.dim() if want.dim() == got.dim() else 0):
+        if want.shape[dim] == world * got.shape[dim]:
+            return want.chunk(world, dim)[rank]
+    return want

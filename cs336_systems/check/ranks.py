@@ -130,7 +130,9 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     module = case.module(group.rank() if case.seeds else 0, group.rank())
     shapes = {name: p.shape for name, p in module.named_parameters()}
     model, optimizer = candidate.build(module, case.cls, case.options, group)
-    run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=module, notes=notes)
+    copies = [x for x in getattr(model, "modules", list)() if dict(x.named_parameters()).keys() == shapes.keys()]
+    bare = module if module in copies or not copies else copies[0]  # a wrapper may have copied it
+    run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes)
     run.candidate, run.group, run.shapes = candidate, group, shapes
     for _ in run.observed():
         pass

@@ -13,8 +13,8 @@ from torch import nn
 
 from cs336_systems.check.candidates import Candidate, called, candidate
 from cs336_systems.check.cases import CASES, DIED, FIRST, Case
-from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose
-from cs336_systems.check.oracle import Notes, reference
+from cs336_systems.check.diagnosis import Diagnosis, diagnose
+from cs336_systems.check.oracle import Notes, Wrong, reference
 from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
@@ -103,7 +103,7 @@ def check(
             own, case = build is not None and case.name in BUILT, _expected(case)
             with called("one process with the model of build()"):
                 want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
-            report.verdicts += _judge(Evidence(case, want, notes))
+            report.verdicts += _judge(Diagnosis(case, want, notes))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
         if each.name not in TRAINING and each.cause in known:
@@ -124,9 +124,8 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
         model, loss, batch = built if isinstance(built, tuple) else (built, case.criterion, case.data)
         rows = len(batch(0)[0]) if isinstance(model, nn.Module) else 0
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        raise UserError(
-            f"build() returned {type(model).__name__}; return a module with parameters, or (module, loss, batch)"
-        )
+        what = type(model).__name__
+        raise UserError(f"build() returned {what}; return a module with parameters, or (module, loss, batch)")
     if rows % ranks:
         raise UserError(f"the batch has {rows} rows, which {ranks} ranks cannot share equally")
     longest = max([rows, *(max(p.shape, default=1) for p in model.parameters())])
@@ -150,7 +149,7 @@ def _reference(name: str, kind: str, ranks: int) -> list[Notes]:
     return reference(_expected(next(each for each in CASES if each.name == name).of(kind)), ranks)
 
 
-def _judge(evidence: Evidence) -> list[Verdict]:
+def _judge(evidence: Diagnosis) -> list[Verdict]:
     """The rows of a case."""
     case, errors = evidence.case, [notes.error for notes in evidence.got]
     if any("no_sync" in error and "AttributeError" in error for error in errors):
@@ -158,7 +157,7 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     if case.error:
         return [_refusal(case, errors)]
     found = [] if any(map(is_gone, errors)) and case.name == FIRST.name else evidence.wrong()
-    first = [evidence.explained(each) for each in found if each.moment == found[0].moment]
+    first = [Wrong(*each[:5], *evidence.cause(each)) for each in found if each.moment == found[0].moment]
     if case.name != FIRST.name or (any(errors) and not found):
         return [_verdict(evidence, errors, first)]
     rows = []
@@ -175,7 +174,7 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     return rows
 
 
-def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdict:
+def _verdict(evidence: Diagnosis, errors: list[str], found: list[Wrong]) -> Verdict:
     """The verdict on a case from its first wrong tensors and the ranks' errors."""
     case, error, silent = evidence.case, first_error(errors), _silent(errors)
     if found:

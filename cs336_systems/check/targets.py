@@ -10,9 +10,8 @@ from cs336_systems.errors import UserError
 KINDS = ("ddp", "fsdp", "sharded-optimizer", "step", "tensor-parallel")
 TYPED_RANKS = 64  # of a group of which one rank runs, to check types
 OURS = ("ddp-naive", "ddp-flat", "ddp-overlapped", "ddp-bucketed", "zero0", "zero1", "zero2", "zero3")
-EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
-)
+FILE = Path(__file__).with_name("exercises.toml")
+EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def require_target(target: str) -> None:

@@ -93,8 +93,7 @@ def together(
         problem = failed + reason(error, folder, needed)
     votes: list[Any] = [(done, printable(problem), refused)]  # names of files may not be Unicode
     if group is not None:
-        text = json.dumps(votes[0], allow_nan=False)
-        votes = [json.loads(each) for each in agree(topic, text, group, counted=False, patience=DISK_TIMEOUT)]
+        votes = agree(topic, votes[0], group, counted=False, patience=DISK_TIMEOUT)
     if problems := [vote[1:] for vote in votes if vote[1]]:
         refused = all(refuses for _, refuses in problems)
         said = "; ".join(dict.fromkeys(problem for problem, refuses in problems if refuses == refused))

@@ -5,10 +5,11 @@ collective fails reads the reasons of the others, adds the flight recorder's ent
 one CommError that names the cause.
 """
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -90,15 +91,16 @@ def needs_store(doing: str, group: Group) -> Iterator[None]:
         raise comm_error(doing, group, f" ({error})") from error
 
 
-def agree(topic: str, value: str, group: Group, counted: bool = True, patience: timedelta | None = None) -> list[str]:
-    """Exchange values (any text) on a topic; returns all ranks' in order. Every rank of the group must call this.
+def agree(topic: str, value: Any, group: Group, counted: bool = True, patience: timedelta | None = None) -> list[Any]:
+    """Exchange values (JSON without NaN) on a topic; returns all ranks' in order. Every rank of the group must call it.
 
     A thread beside the main one passes `counted=False` and uses topics of its own, so that its timing cannot change the
     numbers of the main thread's collectives. `patience` extends the group's timeout, for instance for slow disks.
     Raises CommError that names the ranks which did not answer, at once if they have ended.
     """
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)  # escapes would join two surrogates
     if is_fake(group):
-        return [value] * group.size()
+        return [json.loads(text)] * group.size()
     store, number = timed_store(group), count(group, f"agree {topic}")
     timeout = max(group_timeout(group), patience or timedelta())
     if counted:
@@ -109,10 +111,10 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
     def ended(index: int) -> bool:
         return recorder.died(known[index]) or everyone.check([f"done/{known[index]}"])
 
-    entry = recorder.mine.launch("agreement", group.group_name, topic, len(value), "", number)
+    entry = recorder.mine.launch("agreement", group.group_name, topic, len(text), "", number)
     doing = f"waited for an answer: {topic}"
     with needs_store(doing, group):
-        store.set(keys[group.rank()], value)
+        store.set(keys[group.rank()], text)
         recorder.mine.advance(entry, WAITING)
         if silent := wait_for(store, keys, timeout, in_vain=ended):
             named = [known[i] for i in silent]
@@ -120,7 +122,7 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
             headline = f"{topic}: {ranks_text(named)} of {dist.get_world_size()} did not answer{late}"
             raise comm_error(doing, group, silent=named, headline=headline)
         recorder.mine.advance(entry, FINISHED)
-        return [store.get(key) for key in keys]
+        return [json.loads(store.get(key)) for key in keys]
 
 
 def subgroup(ranks: Sequence[int]) -> Group | None:

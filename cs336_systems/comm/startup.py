@@ -42,7 +42,7 @@ def _number(name: str, default: int | None = None) -> int:
     """Read an environment variable. Raises UserError if it is not a number, or missing without a default."""
     value = os.environ.get(name, default)
     if value is None:
-        raise UserError(f"RANK is set but {name} is not: start with torchrun, or set both")
+        raise UserError(f"of RANK and WORLD_SIZE only one is set, not {name}: use torchrun, or set both or neither")
     try:
         return int(value)
     except ValueError:
@@ -59,11 +59,12 @@ def first_host(nodes: str) -> str:
 def find_place() -> Place:
     """Place that torchrun or Slurm gave this process; without them it is alone. Raises UserError if it is invalid."""
     env = os.environ
-    if "RANK" in env:
+    by_slurm = "RANK" not in env and "SLURM_PROCID" in env and _number("SLURM_NTASKS", 1) > 1
+    if "RANK" in env or (_number("WORLD_SIZE", 1) > 1 and not by_slurm):  # scripts for Slurm may set it alone
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
         local = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
         host, port = env.get("MASTER_ADDR", "localhost"), 29500
-    elif _number("SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
+    elif by_slurm:
         rank, world_size = _number("SLURM_PROCID"), _number("SLURM_NTASKS")
         local = _number("SLURM_LOCALID", 0), world_size // _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
@@ -226,7 +227,7 @@ def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> No
         name = "gloo" if backend == "shm" else backend  # for torch's own operations
         dist.init_process_group(name, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except StoreLostError as error:
-        where = printable(place.meeting)
+        where = printable(place.meeting) or "its own store"
         raise UserError(f"rank 0 has left {where}, or hangs, before all ranks had joined ({error})") from None
     except RuntimeError as error:
         raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None

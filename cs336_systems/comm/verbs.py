@@ -7,7 +7,7 @@ its all-reduce although they move half as much, so with gloo both are built from
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -53,13 +53,8 @@ class Work:
         self.entry = recorder.mine.launch(*words)
         if not transport.on:
             self._compare()
-        try:
-            with self._named("launch"):
-                yield
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise self._explained(error) from error
+        with self._explaining("launch"):
+            yield
         while (first := next(iter(in_flight), None)) and all(each.is_completed() for each in first.pending):
             del in_flight[first]
         in_flight[self] = None
@@ -80,14 +75,9 @@ class Work:
         if not pending and finish is None:
             return
         recorder.mine.advance(self.entry, WAITING)
-        try:
-            with self._named("wait"):
-                for work in pending:
-                    work.wait()
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise self._explained(error) from error
+        with self._explaining("wait"):
+            for work in pending:
+                work.wait()
         if not transport.on:  # shared memory compares the ranks' histories before it moves anything
             self._compare()
         if finish:
@@ -105,17 +95,21 @@ class Work:
                 )
                 raise comm_error(f"refused {self}", self.group, silent=(), headline=headline)
 
-    def _named(self, what: str) -> AbstractContextManager[object]:
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
         """Name a block in a profile, for instance `wait all-reduce 0#3 bucket 1` for the third collective of group 0;
-        traces of several ranks are matched by this name."""
+        traces of several ranks are matched by this name. Raises CommError, which says what every other rank was doing,
+        instead of torch's errors."""
         e = self.event
         name = f"{what} {e.verb} {e.group}#{self.number} {e.label}" if is_profiling() else ""
-        return record_function(name.rstrip()) if name else UNNAMED
-
-    def _explained(self, error: RuntimeError) -> CommError:
-        """Make an error that says what every other rank was doing from torch's."""
-        doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
-        return comm_error(doing, self.group, f" ({first_line(error)})")
+        try:
+            with record_function(name.rstrip()) if name else UNNAMED:
+                yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
+            raise comm_error(doing, self.group, f" ({first_line(error)})") from error
 
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:

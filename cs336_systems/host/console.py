@@ -25,7 +25,7 @@ from cs336_systems.host.text import printable
 
 PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
 PLAIN_SECONDS = 5.0  # seconds between two lines of progress there
-PATIENCE = click.FloatRange(0, 1e6, min_open=True)  # seconds to wait; clocks count milliseconds in 32 bits
+PATIENCE = click.FloatRange(0.001, 1e6)  # seconds to wait; clocks count milliseconds in 32 bits
 
 
 class LiteralConsole(Console):

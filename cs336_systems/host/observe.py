@@ -208,10 +208,11 @@ class Observer(TorchDispatchMode):
             found[storage.kind] += more
         return dict(+found)
 
-    def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Give the storages of tensors a kind, in this phase's peak and all that follow."""
-        for tensor in tensors:
-            self.storage(tensor).kind = kind
+    def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
+        """Give the storages of tensors a kind, in this phase's peak and all that follow; returns their bytes."""
+        for storage in (found := set(map(self.storage, tensors))):
+            storage.kind = kind
+        return sum(each.nbytes for each in found)
 
     def saved_bytes(self, kind: str = "activations") -> int:
         """Bytes of the storages of a kind that autograd keeps for backward now."""
@@ -219,8 +220,7 @@ class Observer(TorchDispatchMode):
 
     def storage(self, tensor: Tensor) -> Storage:
         """Find the record of a tensor's storage, or begin to track the storage."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = (storage := tensor.untyped_storage())._cdata
         if (found := self._live.get(address)) is None:
             found = self._live[address] = Storage()
             self._set_size(found, storage.nbytes())

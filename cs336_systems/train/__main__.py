@@ -2,7 +2,6 @@
 
 This file checks, begins and ends a run; `Recipe` holds its options, `Trainer` takes a step, `Loop` takes them all."""
 
-import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +13,8 @@ from typing import Any
 import click
 import torch
 
-from cs336_systems.comm import Group, Place, agree, default_group, distributed, find_place
+from cs336_systems.buffers.replicas import require_equal
+from cs336_systems.comm import Group, Place, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.context_parallel import attention_work
 from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
@@ -44,12 +44,8 @@ OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "n
 def require_one_recipe(recipe: Recipe, world: Group) -> None:
     """Raises UserError on every rank, with the first option that differs, if ranks were started with different options:
     their collectives would not match."""
-    mine = {name: str(value) for name, value in recipe.options().items() if name not in OF_A_MACHINE}
-    first, *others = map(json.loads, agree("options", json.dumps(mine, allow_nan=False), world))
-    for rank, theirs in enumerate(others, 1):
-        if name := next((name for name, value in theirs.items() if value != first.get(name)), None):
-            both = f"{flag(name)} {theirs[name]} and rank 0 with {flag(name)} {first.get(name)}"
-            raise UserError(f"rank {rank} was started with {both}: give all ranks the same options")
+    lines = [f"{flag(name)} {value}" for name, value in recipe.options().items() if name not in OF_A_MACHINE]
+    require_equal("options", lines, world, ": start all ranks with the same")
 
 
 def introduce(trainer: Trainer, hardware: Hardware) -> str:

@@ -92,7 +92,7 @@ class Loop:
         expected, quiet = len(steps) * self.least_seconds, self.world.rank() > 0
         with console.progress("training", run.steps, expected, quiet, self.done) as advance:
             # Start together: a rank that is late now must not seem slow in the first step.
-            if any(agree("ready for the first step, or told to stop", "stop" if stop.told else "", self.world)):
+            if any(agree("ready for the first step, or told to stop", stop.told, self.world)):
                 steps = steps[:0]
             self.trainer.timers.reset()
             self.start = time.perf_counter()
@@ -159,8 +159,8 @@ class Loop:
             norm = step.norm.item()
             if math.isfinite(norm) or step.skipped:
                 continue
-            mine = "" if torch.isfinite(step.losses).all() else "not finite"
-            bad = [rank for rank, problem in enumerate(agree("whose loss is finite", mine, self.world)) if problem]
+            mine = not torch.isfinite(step.losses).all()
+            bad = [rank for rank, is_bad in enumerate(agree("whose loss is finite", mine, self.world)) if is_bad]
             which = f"the loss of {ranks_text(bad)}" if bad else "the gradient, unlike the loss,"
             advice = f"lower --lr (now {self.recipe.optimizer.lr:g}), or leave such steps out with --on-nonfinite skip"
             raise UserError(f"{which} is not finite in step {number} (gradient norm {norm}); {advice}")
@@ -172,7 +172,7 @@ class Loop:
         norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
         if taken and not math.isfinite(lm + pair):  # although its gradient was
             lr = self.recipe.optimizer.lr
-            raise UserError(f"the loss is {lm + pair} after {number} steps; lower --lr (now {lr:g})")
+            raise UserError(f"the loss is {lm + pair} after step {number}; lower --lr (now {lr:g})")
         is_bert, fp16 = self.recipe.model.is_bert, self.recipe.model.precision == "fp16"
         mfu, tokens = self.least_seconds / seconds, batch * trainer.seq / seconds
         line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}

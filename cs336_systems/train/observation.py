@@ -4,7 +4,7 @@ Nothing is sent and no number is computed, so one rank of 256 takes seconds. All
 schedule, the hooks, the verbs. An expert layer's router is assumed to be balanced."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -101,7 +101,7 @@ class RankStep:
             part.finish_gradient_synchronization()
             part.add_shared()
             part.norm()
-            self.gradients = self.label("gradients", (each.gradient for each in part.kept().values()))
+            self.gradients = self.seen.label("gradients", (each.gradient for each in part.kept().values()))
             for optimizer in part.optimizers:
                 optimizer.step()
             part.zero_grad()
@@ -129,11 +129,6 @@ class RankStep:
         gradients = {self.seen.storage(p.grad) for p in self.part.stage.parameters() if p.grad is not None}
         return self.seen.live - sum(each.nbytes for each in gradients)
 
-    def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
-        """Give tensors a kind in the step's peak; returns their bytes."""
-        self.seen.label(kind, found := list(tensors))
-        return sum(each.nbytes for each in set(map(self.seen.storage, found)))
-
     def observe(self) -> Observation:
         """Take two steps and count the second: the optimizer makes its state in the first."""
         part, layout = self.part, self.part.layout
@@ -142,8 +137,8 @@ class RankStep:
         self.run(layout.microbatches)
         states = [values for each in part.optimizers for values in each.state.values()]
         state = [value for values in states for value in values.values() if isinstance(value, Tensor) and value.dim()]
-        at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
-        at_rest["optimizer state"] = self.label("optimizer state", state)
+        at_rest = {"parameters": self.seen.label("parameters", part.stage.parameters()), "gradients": self.gradients}
+        at_rest["optimizer state"] = self.seen.label("optimizer state", state)
         work = {}
         for phase, counts in self.counts.items():
             moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)

@@ -10,7 +10,7 @@ import click
 
 from cs336_systems import presets
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.data.corpus import DEFAULT_SPLIT
+from cs336_systems.data.corpus import DEFAULT_SPLIT, split_points
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, flag, setting
 from cs336_systems.optim.adamw import learning_rate
@@ -143,6 +143,12 @@ class DataOptions:
     micro_batch_size: int | None = setting(None, "Sequences at once.  [default: a rank's, with --pp fewer]", COUNT)
     context: int | None = of_preset("Tokens in a sequence.", COUNT)
     pack: bool = setting(False, "Documents end at blank lines; attention and targets stay within one.")
+
+    def __post_init__(self) -> None:
+        """Raises UserError for an invalid split, also where none is used, and for `random` beside files."""
+        split_points(self.split, 0)
+        if "random" in self.data and len(self.data) > 1:
+            raise UserError("--data random goes with no other data: drop it, or write ./random for a file of that name")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def check_state(checkpoint: Checkpoint) -> None:
     skipped, scaler = (state["trainer"].get(name) for name in ("skipped", "scaler"))
     amounts = isinstance(scaler, dict) and all(type(n) in (int, float) and 0 <= n < 1e300 for n in scaler.values())
     counted = type(skipped) is int and 0 <= skipped <= step and amounts
-    require(counted, f"its state has a trainer of {str(state['trainer'])[:80]} after {step} steps")
+    require(counted, f"its state has a trainer of {str(state['trainer'])[:80]} after step {step}")
     require(scaler.get("scale", 1), "it has a loss scale of 0")
     parameters = checkpoint.parameters.values()
     stepped = any(kinds.keys() != {VALUE} for kinds in parameters) or not parameters
@@ -170,7 +170,7 @@ class RunCheckpoints:
             changed.append(f"{ROUTED} {then[ROUTED]} -> {routed} (kept by the same {keep})")
         if changed:  # the saved state is the same, but the next steps differ
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
-        self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")
+        self.say(f"resumed {checkpoint.folder} after step {checkpoint.step}, {exactly}")
 
 
 def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[str]:

@@ -125,9 +125,9 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
     """Make the last record, after `steps`. Every rank must call it. Raises UserError for an infinite or NaN loss."""
     losses = trainer.validate()
-    memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
+    memory = agree("peak memory", float(peak.read() or 0), trainer.mesh.world)
     if not math.isfinite(loss := sum(losses.values())):
-        raise UserError(f"the validation loss is {loss} after {steps} steps; lower --lr")
+        raise UserError(f"the validation loss is {loss} after step {steps}; lower --lr")
     final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [min(memory), max(memory)]}
     return final | {"validation_loss": None} | losses | sample(trainer)
 

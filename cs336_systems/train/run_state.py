@@ -125,7 +125,7 @@ class RunState:
                 require(there == here, f"{name} ({kind}) is {there} there, and {here} in the optimizer")
             for kind, count in scalars.items():
                 possible = type(count) is type(made[kind]) and 1 <= count <= source.step
-                require(possible, f"{name} has the {kind} {count!r:.40} there, after {source.step} steps")
+                require(possible, f"{name} has the {kind} {count!r:.40} there, after step {source.step}")
 
     def _state_of(self, dtype: torch.dtype) -> dict[str, Any]:
         """State that one step of the optimizer makes for a parameter of one element, by kind."""

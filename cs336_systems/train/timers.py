@@ -1,6 +1,5 @@
 """Named timers in the style of Megatron-LM: the time of each part of a step on every rank, with waiting kept apart."""
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -70,8 +69,8 @@ class Timers:
 
     def by_rank(self) -> dict[str, list[float | None]]:
         """Milliseconds of every timer on each rank, None if a rank has not used it. Every rank must call this."""
-        mine = json.dumps(dict.fromkeys(self.laps) | self.milliseconds(), allow_nan=False)
-        ranks = [json.loads(text) for text in ([mine] if self.group is None else agree("timers", mine, self.group))]
+        mine = dict.fromkeys(self.laps) | self.milliseconds()
+        ranks = [mine] if self.group is None else agree("timers", mine, self.group)
         # In rank 0's order of names, used or not; then names that only later ranks have.
         found = {name: [times.get(name) for times in ranks] for name in dict.fromkeys(chain(*ranks))}
         return {name: values for name, values in found.items() if set(values) != {None}}

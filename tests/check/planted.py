@@ -161,6 +161,87 @@ def tensor_parallel(module):
     return module
 """
 
+FSDP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class StudentFSDP(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.rank, self.world = module, dist.get_rank(), dist.get_world_size()
+        self.whole, self.shards = dict(module.named_parameters()), {}
+        for name, p in self.whole.items():
+            dist.broadcast(p.detach(), 0)
+            self.shards[name] = nn.Parameter(self.part(p.detach()), p.requires_grad)
+
+    def part(self, x):
+        size = -(-x.numel() // self.world)
+        return nn.functional.pad(x.flatten(), (0, size * self.world - x.numel())).chunk(self.world)[self.rank].clone()
+
+    def gather_full_params(self):
+        found = {}
+        for name, p in self.whole.items():
+            parts = [torch.empty_like(self.shards[name]) for _ in range(self.world)]
+            dist.all_gather(parts, self.shards[name].detach())
+            found[name] = torch.cat(parts)[: p.numel()].view_as(p)
+        return found
+
+    def gather(self):
+        for name, value in self.gather_full_params().items():
+            self.whole[name].data = value
+
+    def parameters(self):
+        return iter(self.shards.values())
+
+    def forward(self, *inputs, **options):
+        self.gather()
+        return self.module(*inputs, **options)
+
+    def finish_gradient_synchronization(self):
+        for name, p in self.whole.items():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                self.shards[name].grad, p.grad = self.part(p.grad / self.world), None
+"""
+
+FLAT = """
+import torch
+import torch.distributed as dist
+
+
+class StudentFlat(torch.optim.Optimizer):
+    def __init__(self, params, optimizer_cls, **options):
+        params = [p for p in params if p.requires_grad]
+        self.params, self.rank, self.world = params, dist.get_rank(), dist.get_world_size()
+        super().__init__(self.params, options)
+        self.sizes = [p.numel() for p in self.params]
+        self.own = torch.nn.Parameter(self.parts(p.detach() for p in self.params)[self.rank].clone())
+        self.inner = optimizer_cls([self.own], **options)
+
+    def parts(self, tensors):
+        flat = torch.cat([x.flatten() for x in tensors])
+        return torch.nn.functional.pad(flat, (0, -len(flat) % self.world)).chunk(self.world)
+
+    def step(self, closure=None):
+        self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])
+        self.own.grad = self.parts(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)[self.rank].clone()
+        self.inner.step()
+        parts = [torch.empty_like(self.own) for _ in range(self.world)]
+        dist.all_gather(parts, self.own.detach())
+        whole = torch.cat(parts)[: sum(self.sizes)]
+        for p, piece in zip(self.params, whole.split(self.sizes)):
+            p.detach().copy_(piece.view_as(p))
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+"""
+
 SEQUENCE = f"""{TENSOR}
 
 def sequence_parallel(module):
@@ -173,8 +254,10 @@ def sequence_parallel(module):
     module.finish_gradient_synchronization = finish
     return module
 """
+COPY = DDP.replace("= module,", "= __import__('copy').deepcopy(module),").replace("in module.", "in self.module.").replace(
+    "list(module.", "list(self.module.")  # fmt: skip
 TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
-           SEQUENCE: "sequence_parallel"}  # fmt: skip
+           SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP"}  # fmt: skip
 
 
 class Planted(NamedTuple):
@@ -237,6 +320,22 @@ MISTAKES = [
     Planted("a copy without its conjugate", TENSOR, COPY_BACK, "        return gradient", "gradients", "partial sum"),
     Planted("gradients of split weights are three times as large", TENSOR, SUM_BACK, SUM_BACK.replace("return g", "return 3 * g"),
             "gradients", "factor"),
+    Planted("the largest of the ranks' gradients is taken", DDP, "dist.all_reduce(flat, async_op=True)",
+            "dist.all_reduce(flat, dist.ReduceOp.MAX, async_op=True)", "gradients", "not summed"),
+    Planted("weights are averaged after the update", STEP, REDUCE + "    optimizer.step()\n", "            p.grad *= dist.get_world_size()\n"
+            "    optimizer.step()\n    for p in model.parameters():\n        dist.all_reduce(p.data)\n        p.data /= dist.get_world_size()\n",
+            "AdamW instead of SGD", "averaged weights"),
+    Planted("weights are averaged before the next forward", DDP, "        for bucket in self.buckets:\n            self.launch(bucket)",
+            "        self.module.register_forward_pre_hook(lambda *_: [(dist.all_reduce(p.data), p.data.div_(dist.get_world_size()))"
+            " for p in self.module.parameters()] and None)", "gradients", "averaged weights"),
+    Planted("weights that were gathered before the update are used again", FSDP, "        self.gather()\n        return",
+            "        self.gathered = getattr(self, 'gathered', None) or self.gather() or True\n        return", "training", "stale weights"),
+    Planted("a rank keeps the next rank's shard", FSDP, ".chunk(self.world)[self.rank]", ".chunk(self.world)[self.rank - 1]",
+            "initial weights", "another rank's shard"),
+    Planted("a rank updates with the next rank's gradients", FLAT, "for p in self.params)[self.rank].clone()\n        self.inner.step",
+            "for p in self.params)[self.rank - 1].clone()\n        self.inner.step", "weights after 3 steps", "another rank's shard"),
+    Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
+            "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip
 PUBLISHED = [
     Planted("the hook averages the parameter that it is given, not its gradient", DDP,

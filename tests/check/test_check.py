@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,7 +19,21 @@ from cs336_systems.check.candidates import Candidate, candidate, load
 from cs336_systems.check.cases import CASES
 from cs336_systems.ddp import NaiveDDP
 from cs336_systems.errors import UserError
-from tests.check.planted import DDP, DIVIDE, MISTAKES, OPTIMIZER, PUBLISHED, SEQUENCE, STEP, TENSOR, Planted, make
+from tests.check.planted import (
+    COPY,
+    DDP,
+    DIVIDE,
+    FLAT,
+    FSDP,
+    MISTAKES,
+    OPTIMIZER,
+    PUBLISHED,
+    SEQUENCE,
+    STEP,
+    TENSOR,
+    Planted,
+    make,
+)
 from tests.support.gallery import plant, slow_down
 from tests.support.ranks import patience
 from tests.test_readme import ROOT, anchors
@@ -32,7 +47,8 @@ SOME = ("training", WAITS, "tied weights", "unused on one rank", "accumulation i
 RIGHT = ("torch:ddp", "torch:fsdp2", "torch:zero", "ours:ddp-naive", "ours:ddp-flat", "ours:ddp-overlapped",
          "ours:ddp-bucketed", "ours:zero0", "ours:zero1", "ours:zero2", "ours:zero3")  # fmt: skip
 STUDENTS = {"a DDP with buckets": DDP, "a sharded optimizer": OPTIMIZER, "a training step": STEP,
-            "split matrices": TENSOR, "split matrices and sequences": SEQUENCE}  # fmt: skip
+            "split matrices": TENSOR, "split matrices and sequences": SEQUENCE, "a DDP over a copy of the module": COPY,
+            "an FSDP with a shard of each parameter": FSDP, "a sharded optimizer of one flat buffer": FLAT}  # fmt: skip
 SEEN = {  # the gallery's variants of data parallelism: candidate, the property that shows it, and the cause
     "missing-wait": ("ours:ddp-naive", "gradients", "never synchronised"),
     "averaged-twice": (BUCKETED, "gradients", "averaged twice"),
@@ -249,11 +265,21 @@ def test_a_candidate_that_uses_the_alarm_is_killed_all_the_same():
     assert "it did not end: killed" in str(report)
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+THREAD = "import threading\nthread = threading.Thread(target=lambda: os._exit(0))\nthread.start()\nthread.join()"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", THREAD], ids=["sys.exit", "os._exit", "in a thread"])
 def test_a_file_that_exits_is_an_error(how, tmp_path):
     (tmp_path / "leaves.py").write_text(f"import os, sys\n{how}\n")
     with pytest.raises(UserError, match=r"leaves.py cannot be imported: it ended by itself with exit code 0$"):
         load(str(tmp_path / "leaves.py"))
+
+
+def exit_in_thread(code: int) -> None:
+    thread = Thread(target=lambda: os._exit(code))
+    thread.start()
+    thread.join()
 
 
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
@@ -261,6 +287,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "sys.exit with words": (lambda: sys.exit("no GPU"), "rank 1 ended by itself with exit code 1: no GPU"),
     "os._exit": (lambda: os._exit(3), "rank 1 ended by itself with exit code 3"),
     "os._exit as before": (partial(os._exit, 0), "rank 1 ended by itself with exit code 0"),
+    "os._exit in a thread": (lambda: exit_in_thread(3), "rank 1 ended by itself with exit code 3"),
     "a crash": (lambda: signal.raise_signal(signal.SIGSEGV), "rank 1 was killed by SIGSEGV"),
 }
 

@@ -42,7 +42,7 @@ def test_what_students_write_is_accepted(source):
 
 def test_a_wrapper_that_hangs_or_ends_is_told_so(tmp_path, capsys):
     start = "from torch import nn\nimport os\nclass Mine(nn.Module):\n    def __init__(self, module):\n"
-    for does, said in (("while True: pass", "TimeoutError: it did not end in ten times --timeout"),
+    for does, said in (("while True: pass", "TimeoutError: it did not end in 2 s, ten times --timeout"),
                        ("os._exit(0)", "it ended by itself with exit code 0")):  # fmt: skip
         (tmp_path / "mine.py").write_text(f"{start}        {does}\n")
         assert run(f"{tmp_path}/mine.py", "--types", "--timeout", "0.2") == 2
@@ -52,7 +52,7 @@ def test_a_wrapper_that_hangs_or_ends_is_told_so(tmp_path, capsys):
 def test_the_time_of_imports_does_not_count(tmp_path):
     """In a process of its own, which has imported nothing yet."""
     (tmp_path / "mine.py").write_text("def build():\n    while True: pass\n")
-    target, said = f"{tmp_path}/mine.py:build", "TimeoutError: it did not end in ten times --timeout"
+    target, said = f"{tmp_path}/mine.py:build", "TimeoutError: it did not end in 1 s, ten times --timeout"
     words = [sys.executable, "-m", "cs336_systems.check", target, "--types", "--timeout", "0.1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, f"error: {target}: {said}\n")

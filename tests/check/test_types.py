@@ -219,7 +219,7 @@ def test_the_command_line(tmp_path):
 def test_a_build_with_parameters_is_called_by_their_defaults_or_refused(tmp_path):
     for parameters, code, said in (
         ("size=64", 0, "accepted"),
-        ("size, group=None", 1, "missing 1 required positional argument: 'size'"),
+        ("size, group=None", 1, "missing a required argument: 'size'; give each parameter a default"),
     ):
         (tmp_path / "layer.py").write_text(
             USERS.format("pairs.copy(x, default_group())").replace("build()", f"build({parameters})")

@@ -45,6 +45,9 @@ def environment(monkeypatch):
         (SLURM | {"SLURM_STEP_NODELIST": "a,b", "SLURM_JOB_NODELIST": "c"}, Place(5, 8, 1, 4, "a:20042")),
         (SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, Place(5, 8, 1, 4, "x:1")),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Place()),
+        ({"WORLD_SIZE": "1"}, Place()),
+        (TORCHRUN | {"SLURM_PROCID": "5", "SLURM_NTASKS": "8(x2)"}, Place(3, 8, 1, 2, "localhost:1234")),
+        (SLURM | {"MASTER_ADDR": "x", "WORLD_SIZE": "8"}, Place(5, 8, 1, 4, "x:20042")),  # as many job scripts set it
     ],
 )
 def test_a_place_is_found_where_torchrun_or_slurm_left_it(environment, values, place):
@@ -55,7 +58,14 @@ def test_a_place_is_found_where_torchrun_or_slurm_left_it(environment, values, p
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: start with torchrun, or set both"),
+        (
+            {"RANK": "0"},
+            "of RANK and WORLD_SIZE only one is set, not WORLD_SIZE: use torchrun, or set both or neither",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "of RANK and WORLD_SIZE only one is set, not RANK: use torchrun, or set both or neither",
+        ),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero', not a number"),
         (TORCHRUN | {"LOCAL_RANK": "a"}, "LOCAL_RANK is 'a', not a number"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE is '', not a number"),
@@ -73,6 +83,11 @@ def test_a_place_that_cannot_be_is_refused_by_name(environment, values, words):
     with pytest.raises(UserError) as error:
         find_place()
     assert words in str(error.value)
+
+
+def test_a_process_alone_with_too_short_a_timeout_is_told_of_its_own_store(environment):
+    with pytest.raises(UserError, match=r"^rank 0 has left its own store, or hangs"), distributed(timeout=1e-9):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,10 @@ def test_what_does_not_divide_is_refused(changes, size, message):
     with pytest.raises(UserError) as error:
         tensor_parallel(model, only_rank(0, size), False, 4)
     assert str(error.value) == message
+    with pytest.raises(
+        UserError, match=r"padded to 0 \(a multiple of 0\), does not divide over tp 2: pad it to a multiple of 2$"
+    ):
+        tensor_parallel(TransformerLM(CONFIGS["gpt"], "meta"), only_rank(0, 2), False, 0)
 
 
 def test_sequences_and_layers_that_do_not_divide():

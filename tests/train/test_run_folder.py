@@ -78,9 +78,7 @@ def test_a_folder_with_checkpoints_is_used_again_only_when_asked(in_tmp, capsys,
     before = log_of(in_tmp / "run")
     status, shown, errors = command(capsys, *run, "--steps", "5", "--resume", "--lr", "3e-3", "--on-nonfinite", "skip")
     assert (status, errors) == (0, [])
-    said = (
-        "resumed run/checkpoints/step-00000003 after 3 steps, the state bit for bit; from here on with --lr 0.002 -> "
-    )
+    said = "resumed run/checkpoints/step-00000003 after step 3, the state bit for bit; from here on with --lr 0.002 -> "
     assert f"{said}0.003, --on-nonfinite stop -> skip" in shown.splitlines()
     assert "2 steps after 3 in " in shown
     assert [path.name for path in list_checkpoints(in_tmp / "run" / "checkpoints")] == [
@@ -177,7 +175,7 @@ def test_how_the_same_is_computed_may_change(begun):
     given = family("bert", begun, out=str(begun / "run"), steps=2, resume=True, recompute="segments")
     shown = complete(1, given | {"micro_batch_size": 4, "pad_vocabulary": 16}).shown
     changes = "--micro-batch-size 12 -> 4, --pad-vocabulary 8 -> 16, recompute none -> segments"
-    assert f"after 1 steps, equal but for rounding ({changes})" in shown
+    assert f"after step 1, equal but for rounding ({changes})" in shown
     found = newest(begun / "run").state["computed"]
     assert (found["device"], found["backend"]) == (device_name(torch.device("cpu")), "gloo")
 
@@ -194,8 +192,8 @@ def test_a_run_with_experts_says_whether_other_rows_are_routed_together(tmp_path
         shown = complete(world, again, float64=True).shown
         said[name] = next(line for line in shown.splitlines() if line.startswith("resumed"))
         losses[name] = figures(tmp_path / name)[-1][1]
-    assert said["one"].endswith(" 2 steps, bit for bit")
-    assert said["two"].endswith(" 2 steps, equal but for rounding (layout 1 rank -> dp 2)")
+    assert said["one"].endswith(" step 2, bit for bit")
+    assert said["two"].endswith(" step 2, equal but for rounding (layout 1 rank -> dp 2)")
     changed = "rows routed together 2 -> 4 (kept by the same --micro-batch-size"
     assert f"the state equal but for rounding (--micro-batch-size 2 -> 4); from here on with {changed}" in said["whole"]
     assert abs(losses["two"] - losses["one"]) < 1e-9 < abs(losses["whole"] - losses["one"])
@@ -301,7 +299,7 @@ def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_pat
         finally:
             run.kill()
     assert run.returncode == 0, errors
-    assert "/checkpoints/step-00000004 after 4 steps, bit for bit\n" in shown
+    assert "/checkpoints/step-00000004 after step 4, bit for bit\n" in shown
     complete(2, options | {"data": ["random"], "out": str(tmp_path / "undisturbed")})
     mine, wanted = newest(tmp_path / "run"), newest(tmp_path / "undisturbed")
     assert mine.step == 9

@@ -194,8 +194,8 @@ def test_what_does_not_fit_is_named(proof):
         "final_norm.weight (exp_avg) is F32 there, and F64 in the optimizer",
         "the optimizer's state of final_norm.weight is ['exp_avg', 'exp_avg_sq'] there, and ['exp_avg', 'exp_avg_sq', "
         "'step'] here",
-        "final_norm.weight has the step 3 there, after 2 steps",
-        "final_norm.weight has the step 1.0 there, after 2 steps",
+        "final_norm.weight has the step 3 there, after step 2",
+        "final_norm.weight has the step 1.0 there, after step 2",
         "blocks.0.feed_forward.router.weight (value) has shape [4, 32] there, and [8, 32] in the model",
     ]
 

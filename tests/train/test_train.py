@@ -136,6 +136,9 @@ def test_a_sample_is_safe_to_print():
         (("--clip", "0"), "error: Invalid value for '--clip': 0.0 is not in the range x>0."),
         (("--decay-steps", "4"), "error: a warm-up of 5 steps ends after the decay, at step 4"),
         (("--data", "."), "error: cannot read .: Is a directory"),
+        (("--data", "random", "--data", "short.txt"), "error: --data random goes with no other data: drop it, or"),
+        (("--split", "nan"), "error: split 'nan' needs weights from 0 up, and one above 0, such as 949,50,1"),
+        (("--timeout", "1e-9"), "error: Invalid value for '--timeout': 1e-09 is not in the range 0.001<=x<="),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(in_tmp, arguments, line, capsys, quick_probe):
@@ -217,8 +220,9 @@ def other_options_case(group) -> None:
 
 def test_ranks_with_different_options_are_refused_by_name():
     errors = ranks.run_failing(other_options_case, 3)
-    said = "rank 2 was started with --steps 4 and rank 0 with --steps 3: give all ranks the same options"
-    assert errors == [("UserError", said)] * 3
+    assert errors[0][1].startswith("the ranks' options differ, first in entry ")
+    assert errors[0][1].endswith(": rank 0 has --steps 3, rank 2 has --steps 4: start all ranks with the same")
+    assert errors == [("UserError", errors[0][1])] * 3
 
 
 def odd_case(group) -> None:
