@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,17 +182,13 @@ class Attention(Kernel):
 
     name = "attention"
     floor = ""
-    times_host = False
     flops = staticmethod(flops)
     peak_bytes = staticmethod(peak_bytes)
     gate = staticmethod(gate)
     inputs = staticmethod(inputs)
 
-    def __init__(
-        self, candidates: Sequence[str], rounds: int, published: Mapping[AttentionTask, dict[str, float]]
-    ) -> None:
-        self.candidates = {name: load for name, load in CANDIDATES.items() if name in candidates}
-        self.rounds, self.published = rounds, published
+    def __init__(self, candidates: Sequence[str], rounds: int) -> None:
+        self.candidates, self.rounds = {name: CANDIDATES[name] for name in candidates}, rounds
 
     def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
         shape = asdict(task)

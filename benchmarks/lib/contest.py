@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,9 +24,6 @@ SAMPLE_MS = 5.0  # a sample is the median of as many calls as fit into this,
 MOST_CALLS = 20  # and of no more than these
 SLEEP_CYCLES = 2.0e9  # of a GPU in a second, at most
 LONGEST_LEAD = 0.01  # seconds that a GPU sleeps ahead of a call, at most
-FEWEST_ROUNDS = 3
-UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
-LATENCY = 1e-3  # seconds of a call that a larger shape does not lengthen
 DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin what the driver says
 
 
@@ -65,7 +62,6 @@ class Entry:
     """A candidate that passed the gate: its phases, and the samples in milliseconds that each has collected."""
 
     phases: Phases
-    gate_error: float
     metrics: dict[str, Any] = field(default_factory=dict)
     calls: int = 1
     lead: float = 0.0  # seconds for which the GPU is kept busy ahead of a call
@@ -77,33 +73,27 @@ class Entry:
             run()
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Reason why a candidate has no time; `fault` if it should have one."""
-
-    status: Status
-    reason: str
-    fault: bool = False
-
-
 def ran_out(error: Exception) -> bool:
     """True if memory ran out: in torch's allocator, or in the driver when a launch asked it for more."""
     driver = any(f"{who}: out of memory" in str(error) for who in DRIVER)
     return isinstance(error, RuntimeError) and (driver or out_of_memory(error))
 
 
-def refuse(name: str, error: Exception) -> Refusal:
-    """Reason to drop a candidate, from its error; raises it again if the device is lost for all."""
+def refuse(name: str, error: Exception, faults: list[str]) -> tuple[Status, str]:
+    """Status and reason of a candidate without a time, from its error; what is wrong with ours is added to `faults`.
+    Raises the error again if the device is lost for all."""
     if ran_out(error):
-        return Refusal("out-of-memory", "out of memory")
+        return "out-of-memory", "out of memory"
     if any(who in str(error) for who in DRIVER):
         raise error
     if isinstance(error, WrongResultError):
-        return Refusal("unsupported", f"wrong result: {error}", fault=True)
+        faults.append(f"wrong result: {error}")
+        return "unsupported", faults[-1]
     reason = next(iter(str(error).splitlines()), "")
-    if isinstance(error, UnavailableError | UserError):
-        return Refusal("unsupported", reason)
-    return Refusal("unsupported", f"{type(error).__name__}: {reason}"[:300], fault=not name.startswith(FOREIGN))
+    if not isinstance(error, UnavailableError | UserError):
+        reason = f"{type(error).__name__}: {reason}"[:300]
+        faults += [] if name.startswith(FOREIGN) else [f"{name}: {reason}"]
+    return "unsupported", reason
 
 
 class Stopwatch:
@@ -125,17 +115,14 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def host_seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Host seconds for one of `calls` calls back to back; on a GPU they are launched and not awaited."""
-        times = []
-        for _ in range(3):
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        """Seconds for which a call keeps the host busy, the least of three; a GPU's work is not awaited."""
+        times = list[float]()
+        while len(times) < 3 and not (times and times[-1] > LONGEST_LEAD):
             self.wait()
             start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times.append((time.perf_counter() - start) / calls)
-            if times[-1] > LONGEST_LEAD:
-                break
+            run()
+            times.append(time.perf_counter() - start)
         self.wait()
         return min(times)
 
@@ -168,39 +155,13 @@ class Stopwatch:
 
 
 @dataclass
-class Patience:
-    """Expected time of a candidate on a shape: its prediction, times the ratio of its last time to the prediction."""
-
-    seconds: float
-    slowness: dict[str, float] = field(default_factory=dict)
-
-    def expected(self, name: str, predicted: float) -> float:
-        """Seconds of one call."""
-        return predicted * self.slowness.get(name, 1.0)
-
-    def learn(self, name: str, predicted: float, measured: float) -> None:
-        """Remember a measurement; both in seconds."""
-        self.slowness[name] = max(1.0, (measured - LATENCY) / predicted)
-
-    def objection(self, name: str, predicted: float) -> str:
-        """Reason to leave out a candidate for which even the fewest rounds take too long, else empty."""
-        expected = self.expected(name, predicted)
-        fits = (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds
-        return "" if fits else f"about {format_ms(1e3 * expected)} a call"
-
-    def rounds(self, names: Iterable[str], predicted: float, wanted: int) -> int:
-        """Number of rounds: as many as wanted, or as fit the time limit."""
-        a_round = sum(max(self.expected(name, predicted), SAMPLE_MS / 1e3) for name in names)
-        return max(FEWEST_ROUNDS, min(wanted, int(self.seconds / a_round))) if wanted > FEWEST_ROUNDS else wanted
-
-
 class Contest:
-    """The candidates for one shape: those that take turns, and those that were refused and why."""
+    """The candidates for one shape: those that take turns, and those that were refused, with status and reason."""
 
-    def __init__(self, clock: Stopwatch) -> None:
-        self.clock = clock
-        self.entries: dict[str, Entry] = {}
-        self.refusals: dict[str, Refusal] = {}
+    clock: Stopwatch
+    faults: list[str]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
 
     def enter(self, name: str, prepare: Callable[[], Entry]) -> None:
         """Let a candidate in if it can be prepared, which includes its gate."""
@@ -209,7 +170,7 @@ class Contest:
             self.clock.settle(entry)
             self.entries[name] = entry
         except Exception as error:  # a peer may raise anything; the others are still to be measured
-            self.refusals[name] = refuse(name, error)
+            self.refusals[name] = refuse(name, error, self.faults)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -220,12 +181,12 @@ class Contest:
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            self.refusals |= {name: refuse(name, error) for name in self.entries}
+            self.refusals |= {name: refuse(name, error, self.faults) for name in self.entries}
             self.entries.clear()
 
-    def against_others(self, name: str, what: str, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    def against_others(self, name: str, what: str, ignored: str = "") -> dict[str, Any]:
         """The fastest other candidate, and the ratio of the times to it pair by pair; empty if there is none."""
-        others = {other: entry.samples[what] for other, entry in self.entries.items() if other not in (name, *ignored)}
+        others = {other: entry.samples[what] for other, entry in self.entries.items() if other not in (name, ignored)}
         if not others:
             return {}
         best = min(others, key=lambda other: statistics.median(others[other]))

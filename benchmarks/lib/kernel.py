@@ -89,8 +89,7 @@ class Kernel(ABC):
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
     sizes: ClassVar[tuple[Sizes, ...]]  # that are measured
     cpu_sizes: ClassVar[tuple[Sizes, ...]]
-    tiny: ClassVar[Sizes] = (64, 128)  # of a smoke run
-    interpreted: ClassVar[Sizes] = (8, 64)  # of the gate in Triton's interpreter
+    tiny: ClassVar[Sizes] = (8, 64)  # of a smoke run, and of the gate in Triton's interpreter
     dtypes: ClassVar[tuple[DtypeName, ...]] = ("bf16", "fp32")  # the first is the default
     whats: ClassVar[tuple[str, ...]] = (FORWARD, BOTH)
     results: ClassVar[Sequence[str]] = ("y",)
@@ -98,10 +97,8 @@ class Kernel(ABC):
     fraction: ClassVar[str] = "floor_fraction"  # metric of the floor's time over the candidate's
     rounds: int = 15
     candidates: Mapping[str, Load]
-    published: Mapping[Any, Mapping[str, float]] = {}  # results of all passes of a task together, as metrics
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
     predicts_peak: ClassVar[bool] = True  # otherwise `peak_bytes` is a lower bound, and not recorded
-    times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
     def config(self, name: str, task: Any, what: str) -> dict[str, Any]:
         """Settings that identify the measurement of a pass."""
@@ -124,21 +121,13 @@ class Kernel(ABC):
     def peak_bytes(self, name: str, task: Any) -> int:
         """Peak bytes of a candidate, inputs and results included."""
 
-    def other_bytes(self, task: Any) -> int:
-        """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
-        return self.moved(task, torch.device("cpu"))
-
-    def gate_bytes(self, task: Any) -> int:
-        """Bytes that the check of results needs, if more than the pass."""
-        return 0
-
     def bytes_needed(self, name: str, task: Any) -> int:
-        """Bytes that have to be free for a candidate to take part."""
-        return max(self.peak_bytes(name, task), self.gate_bytes(task)) + self.other_bytes(task)
+        """Bytes that have to be free for a candidate to take part, beside the lower bound's tensors."""
+        return self.peak_bytes(name, task) + self.moved(task, torch.device("cpu"))
 
     def few(self, task: Any) -> Any:
         """A shape for the check in Triton's interpreter."""
-        return replace(task, sizes=self.interpreted)
+        return replace(task, sizes=self.tiny)
 
     @abstractmethod
     def inputs(self, task: Any, device: torch.device) -> Any:
@@ -152,17 +141,13 @@ class Kernel(ABC):
         """The inputs of a candidate that have gradients."""
         return inputs.leaves
 
-    def make_pass(self, name: str, function: Function, task: Any, inputs: Any) -> Callable[[], object]:
-        """Return the function to time, without arguments."""
+    def phases(self, name: str, function: Function, task: Any, inputs: Any) -> Phases:
+        """Functions to time one after the other, without arguments."""
         leaves, count = list(self.leaves(name, inputs).values()), len(inputs.grads)
         given = (*leaves, *inputs.others)
         if not count:
-            return lambda: function(*given)
-        return lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)
-
-    def phases(self, name: str, function: Function, task: Any, inputs: Any) -> Phases:
-        """Functions to time one after the other, without arguments."""
-        return {task.what: self.make_pass(name, function, task, inputs)}
+            return {task.what: lambda: function(*given)}
+        return {task.what: lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)}
 
     def prepare(self, clock: Stopwatch, name: str, task: Any, inputs: Any) -> Entry:
         """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
@@ -175,24 +160,24 @@ class Kernel(ABC):
         function = self.candidates[name](task, device)
         if name in self.in_place:
             inputs = self.inputs(task, device)  # of its own
-        error = self.gate(name, function, task, inputs)
+        metrics: dict[str, Any] = {"gate_error": self.gate(name, function, task, inputs), "peak_memory_bytes": None}
         memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
-        entry = Entry(self.phases(name, function, task, inputs), error, {"peak_memory_bytes": None})
+        entry = Entry(self.phases(name, function, task, inputs), metrics)
         first, *rest = entry.phases.values()
         if rest:
-            entry.metrics["before_backward_bytes"] = None
+            metrics["before_backward_bytes"] = None
         else:
             entry.once()  # an optimizer makes its state
-        if on_gpu and self.times_host:
-            entry.metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
+        if on_gpu:
+            metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
         if on_gpu or name != "compiled":
             memory.reset()
             if rest:
-                entry.metrics["before_backward_bytes"] = kept_bytes(first, device, others)
+                metrics["before_backward_bytes"] = kept_bytes(first, device, others)
             for run in rest or [first]:
                 run()
             peak = memory.read()
-            entry.metrics["peak_memory_bytes"] = None if peak is None else peak - others
+            metrics["peak_memory_bytes"] = None if peak is None else peak - others
         return entry
 
     def make_floor(self, task: Any, device: torch.device) -> Callable[[], object]:

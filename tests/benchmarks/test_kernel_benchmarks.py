@@ -97,14 +97,13 @@ def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsy
             assert metrics["bytes"] == moved
             assert metrics["bytes_per_s"] == pytest.approx(1e3 * moved / statistics.median(record["samples_ms"]))
             assert predicted["median_ms"] == pytest.approx(1e3 * moved / 1e15)
-            assert predicted["formula"] == "bytes / bandwidth_bytes_per_s"
+            assert predicted["bandwidth_bytes_per_s"] == 1e15
         eager, others = found["eager"], found["layernorm"]["samples_ms"]
         copies = [a / b for a, b in zip(found["copy"]["samples_ms"], eager["samples_ms"], strict=True)]
         assert eager["metrics"]["copy_fraction_median"] == pytest.approx(statistics.median(copies))
         pairs = [a / b for a, b in zip(eager["samples_ms"], others, strict=True)]
         assert eager["metrics"]["ratio_median"] == pytest.approx(statistics.median(pairs))
         assert eager["metrics"]["best_other"] == "layernorm"
-        assert eager["metrics"]["host_us"] > 0
     shown = capsys.readouterr().out
     assert "32 x 64 fp32" in shown
     assert "of copy" in shown
