@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from benchmarks.harness import ratios
-from benchmarks.lib.live_memory import Held, held_memory
+from benchmarks.lib.live_memory import held_memory
 from benchmarks.lib.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.lib.turns import OF_GRADIENTS, Turn
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
@@ -46,9 +46,9 @@ def predicted_ms(run: ParallelRun, name: str) -> float:
     return 1e3 * (sum(seconds.values()) + exposed + gather)
 
 
-def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
+def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
     """One candidate's record: times, traffic, and memory beside the formula's."""
-    turn, held, arena = turns[name], memory[name], run.arena
+    turn, arena = turns[name], run.arena
     metrics: dict[str, Any] = {}
     for peer, key in ((TORCH_ZERO, "zero"), (TORCH_FSDP, "fsdp")):
         metrics |= {f"{key}_{what}": value for what, value in ratios(turn.steps, turns[peer].steps).items()}
@@ -59,7 +59,7 @@ def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: dic
         for event in turn.events:
             sent["reductions" if event.verb in OF_GRADIENTS else "gathers"] += event.bytes_sent
         metrics |= {f"{kind}_bytes_sent": value for kind, value in sent.items()}
-    metrics |= {f"{kind}_bytes": value for kind, value in held.__dict__.items()}
+    metrics |= {f"{kind}_bytes": value for kind, value in memory[name].items()}
     replicated = sum(p.numel() for p in arena.base.parameters() if p.dim() != 2)
     formula = zero_memory(arena.trainable, replicated, run.ranks, STAGE_OF[name])
     predicted = {"mean_ms": predicted_ms(run, name)} | {f"{kind}_bytes": value for kind, value in formula.items()}
@@ -68,7 +68,7 @@ def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: dic
 
 def work(place: Place, settings: ZeroSettings) -> None:
     """One rank's part."""
-    memory: dict[str, Held] = {}
+    memory: dict[str, dict[str, int]] = {}
     make, look = partial(make_record, memory), lambda arena: memory.update(held_memory(arena))
     worker_run(place, settings, "zero", zero_candidates(), make, before=look)
 

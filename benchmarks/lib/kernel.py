@@ -2,15 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.harness import Phases, require_close
+from benchmarks.harness import Phases, require_close, saved_storages
 from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError, compiled, peer
 from cs336_systems.host.machine import PeakMemory
 from kernels.launch import HAVE_TRITON
@@ -173,7 +173,13 @@ class Kernel(ABC):
         if on_gpu or name != "compiled":
             memory.reset()
             if rest:
-                metrics["before_backward_bytes"] = kept_bytes(first, device, others)
+                with nullcontext({}) if on_gpu else saved_storages() as saved:
+                    first()
+                kept = (
+                    torch.cuda.memory_allocated(device) - others if on_gpu else sum(s.nbytes() for s in saved.values())
+                )
+                metrics["before_backward_bytes"] = kept
+                saved.clear()
             for run in rest or [first]:
                 run()
             peak = memory.read()
@@ -220,23 +226,6 @@ def require_few(
     for what, each, ideal in zip(leaves, found, ideals, strict=True):
         error = max(error, require_close(f"{name}'s gradient of {what}", each[places.get(what, ())], ideal, bound))
     return error
-
-
-def kept_bytes(forward: Callable[[], object], device: torch.device, others: int) -> int:
-    """Bytes in use after a forward, which is run for it, besides `others`; on a CPU those of the storages that it keeps
-    for its backward."""
-    if device.type == "cuda":
-        forward()
-        return torch.cuda.memory_allocated(device) - others
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward()
-    return sum(kept.values())
 
 
 def always(function: Function) -> Load:

@@ -2,26 +2,16 @@
 
 import gc
 import time
-from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.harness import saved_storages
 from benchmarks.lib.turns import Arena
 from benchmarks.rank_times import gather_times
 from cs336_systems.model.transformer import lm_loss
 
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes on the rank with the most: after initialisation, added by backward, added by the first step; and what
-    forward keeps for backward."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
+PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -46,42 +36,31 @@ def live_bytes(ignored: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for address, storage in storages().items() if address not in ignored)
 
 
-def saved_bytes(arena: Arena, trained: torch.nn.Module, ignored: dict[int, torch.UntypedStorage]) -> tuple[Tensor, int]:
-    """The loss of a forward pass, and the bytes of storages that it keeps for backward and that were not there."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in ignored:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = lm_loss(trained, arena.tokens, arena.targets)
-    return loss, sum(kept.values())
-
-
-def held_by(arena: Arena, name: str) -> Held:
-    """One candidate's memory on this rank, from a first step."""
+def held_by(arena: Arena, name: str) -> list[int]:
+    """Bytes of one candidate's `PARTS` on this rank, from a first step: there after initialisation, added by backward,
+    added by the step; and the storages that forward keeps for backward and that were not there before."""
     gc.collect()
     others = storages()
     trained = arena.build(name)
-    start = live_bytes(others)
-    loss, activations = saved_bytes(arena, trained.model, storages())
+    start, known = live_bytes(others), storages()
+    with saved_storages() as saved:
+        loss = lm_loss(trained.model, arena.tokens, arena.targets)
+    activations = sum(storage.nbytes() for address, storage in saved.items() if address not in known)
+    saved.clear()
+    del known
     loss.backward()
     trained.finish()
     del loss
     before = live_bytes(others)
     trained.optimizer.step()
-    after = live_bytes(others)
-    return Held(start, before - start, after - before, activations)
+    return [start, before - start, live_bytes(others) - before, activations]
 
 
-def held_memory(arena: Arena) -> dict[str, Held]:
-    """Every candidate's memory on the rank where the sum of its parts is the largest."""
+def held_memory(arena: Arena) -> dict[str, dict[str, int]]:
+    """Every candidate's bytes by part on the rank where the sum of all but the activations is the largest."""
     found = {}
     for name in arena.candidates:
-        figures = gather_times(astuple(held_by(arena, name)), arena.group, arena.device)
+        figures = gather_times(held_by(arena, name), arena.group, arena.device)
         fullest = figures[figures[:, :3].sum(dim=1).argmax()]
-        found[name] = Held(*map(int, fullest.tolist()))
+        found[name] = dict(zip(PARTS, map(int, fullest.tolist()), strict=True))
     return found

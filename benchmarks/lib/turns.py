@@ -4,7 +4,7 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +26,13 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 @dataclass
 class Turn:
-    """A candidate's turn, or all of them: milliseconds of its steps, and what one step sends."""
+    """A candidate's turns: milliseconds of its steps, and what one step sends."""
 
-    events: list[Event]
+    events: list[Event] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     # A step's collectives and nothing else: those of gradients, and those of parameters.
     reductions: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
-
-    def then(self, other: "Turn") -> "Turn":
-        """This turn and one after it."""
-        kinds = ("steps", "reductions", "gathers")
-        return Turn(other.events, *(getattr(self, kind) + getattr(other, kind) for kind in kinds))
 
 
 class Arena:
@@ -70,19 +65,19 @@ class Arena:
         trained.optimizer.step()
         trained.optimizer.zero_grad()
 
-    def turn(self, name: str, steps: int) -> Turn:
+    def turn(self, name: str, steps: int, found: Turn) -> None:
         """Build one candidate, warm it up, and time it."""
         trained = self.build(name)
         for _ in range(UNTIMED):
             with record() as events:
                 self.step(trained)
-        turn = Turn(events, self.slowest(partial(self.step, trained), steps))
+        found.events = events
+        found.steps += self.slowest(partial(self.step, trained), steps)
         del trained
         if name != ALONE:
-            for times, of_gradients in ((turn.reductions, True), (turn.gathers, False)):
+            for times, of_gradients in ((found.reductions, True), (found.gathers, False)):
                 if part := [event for event in events if (event.verb in OF_GRADIENTS) == of_gradients]:
                     times += self.replay(part)
-        return turn
 
     def slowest(self, run: Callable[[], object], times: int) -> list[float]:
         """Milliseconds of the rank that takes longest, each time that all do `run`."""
@@ -104,9 +99,10 @@ class Arena:
 
     def play(self, rounds: int, steps: int, expected_seconds: float) -> dict[str, Turn]:
         """Let every candidate take a turn of `steps` in each round."""
-        turns = {name: partial(self.turn, name, steps) for name in self.candidates}
-        found = take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
-        return {name: reduce(Turn.then, each) for name, each in found.items()}
+        found = {name: Turn() for name in self.candidates}
+        turns = {name: partial(self.turn, name, steps, each) for name, each in found.items()}
+        take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
+        return found
 
 
 def check(

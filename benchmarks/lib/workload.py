@@ -103,13 +103,6 @@ class Workload:
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def release(self) -> None:
-        """Drop everything but the weights, after running out of memory."""
-        self.optimizer.zero_grad()
-        self.optimizer, self.loss = AdamW(self.weights.parameters()), torch.zeros(())
-        if self.case.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def run(
         self, mode: Mode, warmup: int, steps: int, advance: Callable[[str], None] = lambda note: None
     ) -> Measurement:
