@@ -6,13 +6,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import click
 import torch
 
 from benchmarks import parallel_tables
-from benchmarks.allreduce_plot import plot
 from benchmarks.collective import (
     COURSE_SIZES,
     SMOKE_SIZES,
@@ -24,16 +22,14 @@ from benchmarks.collective import (
     work,
 )
 from benchmarks.lib import mpi, sheets
-from benchmarks.lib.options import Recorder
+from benchmarks.lib.options import Recorder, command
 from benchmarks.records import Record, every_record
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.comm.startup import can_share
-from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device
-from cs336_systems.host.text import printable
 
 COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
     *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
@@ -100,20 +96,16 @@ def measure(job: AllReduceJob, place: Place, started: bool) -> None:
         run_ranks(work, place.world_size, job.device, job)
 
 
-def name_of(record: Record) -> str:
-    """`2 ranks gloo cpu 1 MB`."""
-    return "{ranks} ranks {backend} {device} ".format(**record.config) + size_name(record.config["bytes"])
-
-
 def show(records: Sequence[Record]) -> None:
     """The table of what was measured, predictions beside it, and what is suspect or missing."""
     sheets.show(parallel_tables.sheets(records))
-    for line in sheets.remarks(records, name_of):
+    names = "{ranks} ranks {backend} {device} ".format
+    for line in sheets.remarks(records, lambda each: names(**each.config) + size_name(each.config["bytes"])):
         console.console().print(line)
 
 
 def run(settings: AllReduceSettings) -> None:
-    """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run.
+    """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run.
 
     What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
     """
@@ -141,19 +133,15 @@ def run(settings: AllReduceSettings) -> None:
             show(found)
     for recorder in recorders.values():
         recorder.tell()
-        if recorder.path:
-            print(printable(f"plot of its records in {plot(recorder.path)}") if can_plot() else HOW_TO_PLOT)
 
 
-@click.command()
-@console.options(AllReduceSettings)
+@command(AllReduceSettings)
 @click.argument("more_sizes", nargs=-1, metavar="")
-def main(more_sizes: tuple[str, ...], **options: Any) -> None:
+def main(settings: AllReduceSettings, more_sizes: tuple[str, ...]) -> None:
     """Time all-reduces of several sizes, each beside a prediction from the measured speed of the link.
 
     Started by torchrun or Slurm with several ranks, measure these ranks; otherwise start ranks.
     """
-    settings = AllReduceSettings(**options)
     run(replace(settings, sizes=" ".join([settings.sizes or "", *more_sizes]).strip() or None))
 
 

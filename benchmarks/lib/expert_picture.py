@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from benchmarks.allreduce_plot import name_ticks
 from benchmarks.collective import size_name
 from benchmarks.records import Record
 from cs336_systems.cost.plots.style import STYLES, ticks_at, tidy
@@ -55,7 +54,7 @@ def draw(records: Sequence[Record]) -> Any:
     _over_factor(dropped, sort, "dropped_share", "{} experts")
     dropped.set_ylim(bottom=0)
     dropped.set_ylabel("choices that find no slot")
-    name_ticks(dropped.yaxis, lambda value: f"{value:.0%}")
+    dropped.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     tidy(dropped, "Dropped")
     config, where = records[0].config, records[0].environment
     figure.suptitle(
@@ -103,7 +102,7 @@ def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = ""
         axes.plot(list(map(factor, line)), values, color=colour, marker=marker, markersize=5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("capacity: slots of all experts / tokens")
-    name_ticks(axes.xaxis, lambda value: f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _name_steps(axes: Any, label: str, name: Callable[[float], str]) -> None:
@@ -112,5 +111,5 @@ def _name_steps(axes: Any, label: str, name: Callable[[float], str]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel(label)
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    name_ticks(axes.yaxis, name)
+    axes.yaxis.set_major_formatter(lambda value, _: name(value))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -172,13 +171,13 @@ class Kernel(ABC):
             metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
         if on_gpu or name != "compiled":
             memory.reset()
-            if rest:
-                with nullcontext({}) if on_gpu else saved_storages() as saved:
+            if rest and on_gpu:
+                first()
+                metrics["before_backward_bytes"] = torch.cuda.memory_allocated(device) - others
+            elif rest:
+                with saved_storages() as saved:
                     first()
-                kept = (
-                    torch.cuda.memory_allocated(device) - others if on_gpu else sum(s.nbytes() for s in saved.values())
-                )
-                metrics["before_backward_bytes"] = kept
+                metrics["before_backward_bytes"] = sum(storage.nbytes() for storage in saved.values())
                 saved.clear()
             for run in rest or [first]:
                 run()

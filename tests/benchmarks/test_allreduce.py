@@ -1,4 +1,4 @@
-"""The all-reduce benchmark: what it measures and refuses, the ways to start it, its table and its plot."""
+"""The all-reduce benchmark: what it measures and refuses, the ways to start it, its table."""
 
 import json
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import allreduce, allreduce_plot, collective
+from benchmarks import allreduce, collective
 from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import mpi, options
-from benchmarks.records import RESULTS, Record, append_record
+from benchmarks.records import RESULTS, Record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -64,7 +64,6 @@ def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(collective, "environment", lambda device, commit: STAMP)
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
-    monkeypatch.setattr(allreduce, "can_plot", lambda: False)
     options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
     assert run_command(allreduce.main, [*options]) == 0
     assert [(r["config"]["ranks"], r["status"]) for r in read(in_tmp)] == [
@@ -72,7 +71,6 @@ def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatc
     ]
     shown = capsys.readouterr().out
     assert "2 ranks nccl cuda 1 kB, 2 ranks nccl cuda 2 kB: nccl needs a GPU a rank: 2 ranks, 1 GPU\n" in shown
-    assert allreduce.HOW_TO_PLOT in shown
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
@@ -215,7 +213,7 @@ def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
         allreduce.main(options, standalone_mode=False)
 
 
-# The table and the plot.
+# The table.
 
 
 def test_the_table_says_what_is_missing(capsys):
@@ -229,38 +227,3 @@ def test_the_table_says_what_is_missing(capsys):
     assert "│  1 ms* │" in capsys.readouterr().out
     assert "does not fit" in shown
     assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown
-
-
-def test_a_line_of_the_plot_is_a_number_of_ranks_on_a_link():
-    out = replace(blank(8000), status="out-of-memory")
-    newest = measured(2000, warmup=9)
-    records = [measured(2000), measured(1000), out, measured(1000, 4, nodes=2), measured(1000, link="a string"), newest]
-    assert {name: [r.config["bytes"] for r in line] for name, line in allreduce_plot.lines(records).items()} == {
-        "2 ranks, gloo": [1000, 2000],
-        "4 ranks, gloo, 2 nodes": [1000],
-        "2 ranks, gloo\na string": [1000],
-    }
-    assert allreduce_plot.lines(records)["2 ranks, gloo"][1] is newest
-    assert allreduce_plot.label(measured(device="cuda").config) == "2 ranks, gloo, GPU tensors"
-
-
-@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
-def test_lines_of_the_plot_differ_by_colour_and_marker():
-    records = [measured(ranks=ranks, backend=name) for name in ("shm", "gloo", "mpi") for ranks in (2, 4, 6)]
-    found = {
-        (line.get_color(), line.get_marker())
-        for line in allreduce_plot.draw(records).axes[0].lines
-        if line.get_marker() != "None"
-    }
-    assert len(found) == 9
-
-
-@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
-def test_the_plot_is_the_same_for_the_same_records(in_tmp):
-    path = in_tmp / "allreduce.jsonl"
-    for record in (measured(1000), measured(10**6), measured(10**6, 4)):
-        append_record(record, path)
-    picture = allreduce_plot.plot(path)
-    first = picture.read_bytes()
-    assert b"<svg" in first
-    assert allreduce_plot.plot(path).read_bytes() == first
