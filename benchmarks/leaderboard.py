@@ -19,8 +19,9 @@ from benchmarks.harness import measure, require_close, summarise, suspicions
 from benchmarks.lib.attention_candidates import flops, gate, inputs, load_ours
 from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
 from benchmarks.lib.kernel import BOTH, Function
-from benchmarks.lib.options import COUNT, RecordOptions
-from benchmarks.lib.plan import measure_once
+from benchmarks.lib.options import COUNT, RecordOptions, command
+from benchmarks.lib.plan import instead_of_kernels, measure_once
+from benchmarks.lib.workload import Case
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError
@@ -32,14 +33,11 @@ from cs336_systems.model.precision import set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from kernels.adamw import FusedAdamW
-from kernels.launch import INTERPRETED
 
 TASK = LEADERBOARD[0]
 ATTENTION, STEP = "attention-2025", "step-2026"
 # The best of cs336's boards in 2026-11: H. Brunborg, on an H100, and K. P. Keval, on two B200.
 PUBLISHED = {ATTENTION: (5.364, "an H100"), STEP: (3837.0, "two B200")}
-INTERPRETER = "on a CPU kernels run in Triton's interpreter: the time shows no more than that they do"
-PLAIN = "on a CPU plain torch runs in the kernels' place"
 FULL = ModelConfig(
     vocab_size=151_936, context_length=32_768, d_model=4096, d_ff=11_008, num_layers=34, num_heads=32,
     positions="rotary", feed_forward="swiglu", tied_head=False, attention="flash", kernels="triton",
@@ -215,7 +213,7 @@ def run_step(settings: LeaderboardSettings, device: torch.device, hardware: Hard
     metrics: dict[str, Any] = {"gate_error": error, "peak_memory_bytes": peak}
     if replace(model, num_layers=FULL.num_layers) == FULL:
         metrics |= published(STEP)
-    flags = [] if device.type == "cuda" else [INTERPRETER if INTERPRETED else PLAIN]
+    flags = instead_of_kernels(Case(model, step.batch, "bf16", False, device))
     return fields | {"samples_ms": samples, "metrics": metrics, "flags": flags}
 
 
@@ -244,11 +242,9 @@ def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) ->
     return Record("leaderboard", environment=stamp, **fields)
 
 
-@click.command()
-@console.options(LeaderboardSettings)
-def main(**options: Any) -> None:
+@command(LeaderboardSettings)
+def main(settings: LeaderboardSettings) -> None:
     """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
-    settings = LeaderboardSettings(**options)
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
     recorder = settings.recorder("leaderboard", device)

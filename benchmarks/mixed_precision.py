@@ -23,7 +23,7 @@ from benchmarks.lib.mixed_precision_parts import (
     Parts,
     documented_for_cuda,
 )
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import RecordOptions, command
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -179,12 +179,10 @@ def run_dtypes(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
     return records
 
 
-@click.command()
+@command(MixedPrecisionSettings)
 @click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
-@console.options(MixedPrecisionSettings)
-def main(lesson: str, **options: Any) -> None:
+def main(settings: MixedPrecisionSettings, lesson: str) -> None:
     """Print the results of the course's sums in each number format, and the dtype of every part under autocast."""
-    settings = MixedPrecisionSettings(**options)
     device = choose_device(settings.device)
     recorder = settings.recorder("mixed_precision", device)
     stamp = environment(device, settings.commit)

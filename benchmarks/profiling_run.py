@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 import torch
@@ -18,7 +18,7 @@ from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.lib.model_options import ModelOptions
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,
@@ -164,11 +164,10 @@ def work(place: Place, settings: ProfilingSettings) -> None:
                 recorder.tell()
 
 
-@click.command()
-@console.options(ProfilingSettings)
-def main(**options: Any) -> None:
+@command(ProfilingSettings)
+def main(settings: ProfilingSettings) -> None:
     """Profile training steps on all ranks; write traces, tables, flame graph, memory, overlap and timeline."""
-    settings, here = ProfilingSettings(**options), find_place()
+    here = find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
     device = choose_device(settings.device)
     settings.case(settings.size, device)

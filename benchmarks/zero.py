@@ -4,15 +4,13 @@ Stages 0 to 3, stage 1 in both layouts, and PyTorch's ZeroRedundancyOptimizer an
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
-import click
-
 from benchmarks.harness import ratios
 from benchmarks.lib.live_memory import held_memory
+from benchmarks.lib.options import command
 from benchmarks.lib.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.lib.turns import OF_GRADIENTS, Turn
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
@@ -20,14 +18,8 @@ from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.closed_forms import exposed_seconds, zero_memory
-from cs336_systems.host import console
 
 STAGE_OF = {"stage 0": 0, "stage 1": 1, "stage 1, whole": 1, "stage 2": 2, "stage 3": 3, TORCH_ZERO: 1, TORCH_FSDP: 3}
-
-
-@dataclass(frozen=True)
-class ZeroSettings(ParallelSettings):
-    """Options of the command line, one field each."""
 
 
 def predicted_ms(run: ParallelRun, name: str) -> float:
@@ -66,18 +58,17 @@ def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, 
     return run.record("zero", name, turn, metrics, predicted)
 
 
-def work(place: Place, settings: ZeroSettings) -> None:
+def work(place: Place, settings: ParallelSettings) -> None:
     """One rank's part."""
     memory: dict[str, dict[str, int]] = {}
     make, look = partial(make_record, memory), lambda arena: memory.update(held_memory(arena))
     worker_run(place, settings, "zero", zero_candidates(), make, before=look)
 
 
-@click.command()
-@console.options(ZeroSettings)
-def main(**options: Any) -> None:
+@command(ParallelSettings)
+def main(settings: ParallelSettings) -> None:
     """Time training steps of all ZeRO stages and PyTorch's in turn, and count the bytes that each keeps in memory."""
-    start(work, ZeroSettings(**options), "zero")
+    start(work, settings, "zero")
 
 
 if __name__ == "__main__":

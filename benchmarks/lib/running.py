@@ -24,7 +24,7 @@ from cs336_systems.host.text import printable, regular, strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: GPU time is often limited
-HOPELESS = 4.0  # a command on a CPU is stopped after this many times its expected time, and not before
+HOPELESS = 6.0  # a command on a CPU is stopped after this many times its expected time, and not before
 LEAST_MINUTES = 10.0  # this
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
@@ -141,15 +141,10 @@ def stop(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def log_of(run: Benchmark, settings: AllSettings) -> Path:
-    """File of a benchmark's output."""
-    number = EDITIONS[settings.edition or "cpu"].index(run) + 1
-    return settings.logs / f"{number:02}_{run.name}.log"
-
-
 def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float) -> Outcome:
     """Run one command, its output into a file of its own; it is stopped when its time is over."""
-    log, start = log_of(run, settings), time.monotonic()
+    number, start = EDITIONS[settings.edition or "cpu"].index(run) + 1, time.monotonic()
+    log = settings.logs / f"{number:02}_{run.name}.log"
     status: Literal["ok", "failed", "stopped"] = "ok"
     remark = ""
     with ended_politely(), log.open("w") as file:
@@ -169,46 +164,37 @@ def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float
     return Outcome(run, status, time.monotonic() - start, remark)
 
 
-def why_not(run: Benchmark, settings: AllSettings) -> str:
-    """Requirement of a benchmark that this machine lacks; nothing if it can run."""
-    if run.gpus > (here := torch.cuda.device_count()) and not settings.smoke:
-        return f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}, {here} here"
-    if run.root and (sys.platform != "linux" or os.geteuid() != 0):
-        return "needs root on Linux, to make a network"
-    return ""
-
-
 def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
     """Measure in order, as long as there is time; print the outcome of each and the time that the rest takes."""
-    deadline, outcomes, pace, spent, foreseen = time.monotonic() + settings.seconds, list[Outcome](), 1.0, 0.0, 0.0
+    deadline, outcomes = time.monotonic() + settings.seconds, list[Outcome]()
     todo = [run for run in runs if not skipped(run, settings, journal)]
     for run in runs:
         if outcome := skipped(run, settings, journal):
             outcomes.append(outcome)
             continue
         expected, place = journal.seconds(run), todo.index(run)
-        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * max(1.0, pace) * expected)
+        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * expected)
         seconds = min(limit, deadline - time.monotonic())
         if seconds < min(limit, LEAST if run.gpus else expected):
             outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes do not suffice"))
         else:
-            left = format_seconds(min(pace * sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
+            left = format_seconds(min(sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
             print(printable(f"[{place + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)
             outcomes.append(measure(run, settings, results, seconds))
         done = outcomes[-1]
         print(printable(f"  {done.status} ({format_seconds(done.seconds)}) {done.remark}".rstrip()), flush=True)
-        if done.status == "ok":  # a command that fails at once says nothing about the machine's speed
-            spent, foreseen = spent + done.seconds, foreseen + expected
-            pace = spent / foreseen
-            if not settings.smoke:
-                journal.add(run, done.seconds)
+        if done.status == "ok" and not settings.smoke:
+            journal.add(run, done.seconds)
     return outcomes
 
 
 def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome | None:
-    """The outcome of a benchmark that is not begun, None for one that is."""
-    if reason := why_not(run, settings):
-        return Outcome(run, "left out", 0.0, reason)
+    """The outcome of a benchmark that is not begun, since this machine lacks what it needs or it has been measured;
+    None for one that is."""
+    if run.gpus > (here := torch.cuda.device_count()) and not settings.smoke:
+        return Outcome(run, "left out", 0.0, f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}, {here} here")
+    if run.root and (sys.platform != "linux" or os.geteuid() != 0):
+        return Outcome(run, "left out", 0.0, "needs root on Linux, to make a network")
     if not settings.again and not settings.smoke and journal.has(run):
         return Outcome(run, "measured before", journal.seconds(run), "at this commit; --again measures it once more")
     return None
