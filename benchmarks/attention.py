@@ -67,24 +67,20 @@ class AttentionSettings(KernelSettings):
     def tasks(self) -> list[AttentionTask]:
         """The shapes of the grid, short sequences first, from which the time of long ones is estimated."""
         if self.grid == "leaderboard":
-            tasks = [
+            return [
                 replace(task, seq=seq, dim=dim, dtype=self.dtype or task.dtype)
                 for task in LEADERBOARD
                 for seq in self.sequence or (task.seq,)
                 for dim in self.dim or (task.dim,)
             ]
-        else:
-            flash = self.grid == "flash"
-            dtypes: tuple[DtypeName, ...] = ("bf16", "fp32") if flash else ("fp32",)
-            tasks = [
-                AttentionTask(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
-                for dtype in ((self.dtype,) if self.dtype else dtypes)
-                for dim in self.dim or DIMS
-                for seq in self.sequence or (FLASH_SEQUENCES if flash else COURSE_SEQUENCES)
-            ]
-        if self.forward and not self.backward:
-            tasks = [replace(task, backward=False) for task in tasks]
-        return [task for task in tasks if task.backward or self.wants(FORWARD)]
+        flash = self.grid == "flash"
+        dtypes: tuple[DtypeName, ...] = ("bf16", "fp32") if flash else ("fp32",)
+        return [
+            AttentionTask(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
+            for dtype in ((self.dtype,) if self.dtype else dtypes)
+            for dim in self.dim or DIMS
+            for seq in self.sequence or (FLASH_SEQUENCES if flash else COURSE_SEQUENCES)
+        ]
 
 
 def run(settings: AttentionSettings) -> None:

@@ -71,10 +71,9 @@ class FusedSettings(KernelSettings):
         columns = []
         for name in self.kernels():
             kernel, dtype = KERNELS[name], self.dtype or KERNELS[name].dtypes[0]
-            sizes = kernel.cpu_sizes if device.type == "cpu" else kernel.sizes
-            passes = [what for what in kernel.whats if dtype in kernel.dtypes and self.wants(what)]
-            shapes = [kernel.tiny] if self.smoke else sizes
-            columns.append([[SizedTask(name, shape, dtype, what) for what in passes] for shape in shapes])
+            shapes = (kernel.tiny,) if self.smoke else kernel.cpu_sizes if device.type == "cpu" else kernel.sizes
+            whats = kernel.whats if dtype in kernel.dtypes else ()
+            columns.append([[SizedTask(name, shape, dtype, what) for what in whats] for shape in shapes])
         return [task for row in zip_longest(*columns, fillvalue=[]) for tasks in row for task in tasks]
 
 
@@ -86,8 +85,7 @@ def main(settings: FusedSettings) -> None:
     device = choose_device(settings.device)
     work = [(KERNELS[task.kernel], task) for task in settings.tasks(device)]
     if not work:
-        there = (f"{name} has {KERNELS[name].whats[-1]} in {KERNELS[name].dtypes[0]}" for name in settings.kernels())
-        raise UserError(f"nothing to measure: {'; '.join(there)}, not what was asked for")
+        raise UserError(f"nothing to measure: {', '.join(settings.kernels())} is not measured in {settings.dtype}")
     absent = f"no candidate for {', '.join(dict.fromkeys(kernel.name for kernel, _ in work))}"
     remark = "" if settings.smoke else "on a CPU shapes are scaled down to what it computes in a moment"
     run_kernels("fused", settings, work, SHEET, KNOWN, absent, remark)

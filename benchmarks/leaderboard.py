@@ -17,11 +17,11 @@ from benchmarks.attention import LEADERBOARD
 from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
 from benchmarks.lib.attention_candidates import flops, gate, inputs, load_ours
-from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
+from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
 from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.options import COUNT, RecordOptions, command
 from benchmarks.lib.plan import instead_of_kernels, measure_once
-from benchmarks.lib.workload import Case
+from benchmarks.lib.workload import Case, compile_model
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError
@@ -179,7 +179,7 @@ def run_attention(settings: LeaderboardSettings, device: torch.device, hardware:
     if device.type == "cpu":
         print(f"{ATTENTION}: not run on a CPU, where Triton has an interpreter only")
         return fields | {"status": "unsupported", "flags": ["needs a GPU"]}
-    flash: Function = compiled(load_ours(TASK, device), device)
+    flash: Function = compile_model(load_ours(TASK, device), device)
     error = gate(OURS, flash, TASK, inputs(TASK, device))
     print(f"{ATTENTION}: gate: equals float64 within {error:.1e}")
     samples = time_attention(flash, 0.1 if settings.smoke else settings.seconds, device)

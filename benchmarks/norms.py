@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import click
 import torch
 
-from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName, SizedTask
+from benchmarks.lib.kernel import BOTH, DtypeName, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, Sheet, metric
 from benchmarks.lib.options import COUNT, command
@@ -54,12 +54,12 @@ class NormSettings(KernelSettings):
         sizes: dict[DtypeName, Sequence[tuple[int, int]]] = {self.dtype or "fp32": course}
         if not self.rows and not self.columns:
             sizes = {"fp32": course, "bf16": LLM_SHAPES}
-        whats, found = list(filter(self.wants, (FORWARD, BOTH))), dict[SizedTask, None]()
+        found = dict[SizedTask, None]()
         for dtype, pairs in sizes.items():
             for rows, columns in pairs if self.dtype in (None, dtype) else ():
                 fewer = device.type == "cpu" and not self.rows
                 kept = min(rows, max(1, CPU_ELEMENTS // columns)) if fewer else rows
-                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in whats)
+                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in NORM.whats)
         return list(found)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Phases
-from benchmarks.lib.contest import OURS, UnavailableError, compiled, spread
+from benchmarks.lib.contest import OURS, UnavailableError, spread
 from benchmarks.lib.kernel import (
     BACKWARD,
     BOTH,
@@ -29,6 +29,7 @@ from benchmarks.lib.kernel import (
     require_few,
     tolerance,
 )
+from benchmarks.lib.workload import compile_model
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
 from kernels.tiled_attention import TiledAttentionFunction
@@ -102,7 +103,7 @@ def load_eager(task: AttentionTask, device: torch.device) -> Function:
 
 def load_compiled(task: AttentionTask, device: torch.device) -> Function:
     """Load the course's attention, compiled by torch.compile."""
-    return compiled(load_eager(task, device), device)
+    return compile_model(load_eager(task, device), device)
 
 
 def load_tiled(task: AttentionTask, device: torch.device) -> Function:

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Phases, Timer, WrongResultError, interleave, ratios
-from benchmarks.lib.workload import compile_model
 from benchmarks.records import Status
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_seconds
@@ -29,22 +27,6 @@ DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin wha
 
 class UnavailableError(Exception):
     """A candidate is not installed here, or does not take such inputs."""
-
-
-def peer(package: str, module: str, name: str) -> Any:
-    """Import a name of another project. Raises UnavailableError if that fails."""
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
-        raise UnavailableError(missing) from None
-    except (ImportError, AttributeError) as error:
-        raise UnavailableError(f"{package}: {error}") from None
-
-
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile a function by torch.compile, for one shape. Raises UserError if there is no compiler."""
-    return compile_model(function, device)  # type: ignore[arg-type]  # torch.compile takes either
 
 
 def format_ms(milliseconds: float) -> str:

@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Phases, require_close, saved_storages
-from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError, compiled, peer
+from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError
+from benchmarks.lib.workload import compile_model
 from cs336_systems.host.machine import PeakMemory
 from kernels.launch import HAVE_TRITON
 
@@ -234,7 +236,7 @@ def always(function: Function) -> Load:
 
 def compiling(function: Function) -> Load:
     """Make a candidate of torch.compile."""
-    return lambda task, device: compiled(function, device)
+    return lambda task, device: compile_model(function, device)
 
 
 def ours(function: Function) -> Load:
@@ -253,7 +255,13 @@ def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> 
     """Make a candidate of another project's function, which takes `more` after the inputs."""
 
     def load(task: object, device: torch.device) -> Function:
-        found = peer(package, module, name)
+        try:
+            found = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
+            raise UnavailableError(missing) from None
+        except (ImportError, AttributeError) as error:
+            raise UnavailableError(f"{package}: {error}") from None
         function = getattr(found, "apply", found)
         return lambda *inputs: function(*inputs, *more, **options)
 

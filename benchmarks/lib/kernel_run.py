@@ -41,8 +41,6 @@ class KernelSettings(RecordOptions):
     """Options of a benchmark of kernels."""
 
     dtype: DtypeName | None = setting(None, "Dtype of the inputs.  [default: each shape's own]")
-    forward: bool = setting(False, "Forward passes only.")
-    backward: bool = setting(False, "Forward with backward passes only.")
     candidate: tuple[str, ...] = setting((), ONE_CANDIDATE)
     rounds: int | None = setting(
         None, "Turns of each candidate.  [default: as the write-up needs]", type=click.IntRange(2)
@@ -52,10 +50,6 @@ class KernelSettings(RecordOptions):
     )
     budget: float | None = setting(None, "Seconds after which no further shape is measured.", type=click.FloatRange(0))
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-
-    def wants(self, what: str) -> bool:
-        """True if a pass was asked for: both kinds, unless one of the flags is given."""
-        return self.forward == self.backward or self.forward == (what == "forward")
 
     def chosen(self, known: Iterable[str]) -> list[str]:
         """The candidates that were asked for."""
@@ -149,7 +143,7 @@ class Session:
             wanted = self.settings.rounds or kernel.rounds
             contest.play(min(wanted, max(FEWEST_ROUNDS, int(patience / a_round))))
         for name in filter(None, dict.fromkeys((*kernel.candidates, kernel.floor))):
-            for what in filter(self.settings.wants, kernel.passes(task)):
+            for what in kernel.passes(task):
                 if name in contest.entries or name in contest.refusals:
                     self.recorder.keep(self.record(contest, kernel, task, name, what))
 

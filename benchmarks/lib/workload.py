@@ -3,10 +3,10 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness import Measurement, measure
 from cs336_systems.cost import Mode
@@ -58,8 +58,8 @@ class Case:
         return tokens, targets
 
 
-def compile_model(model: TransformerLM, device: torch.device) -> nn.Module:
-    """The model through torch.compile, sharing its weights. Raises UserError where there is no compiler.
+def compile_model(model: Any, device: torch.device) -> Any:
+    """A model, or a function, through torch.compile, sharing weights. Raises UserError where there is no compiler.
 
     Dynamo remembers shapes by code, not by model: without a reset and with dynamic shapes, what ran before (the gate, a
     smaller size) would change what is compiled, and after eight variants nothing would be.
@@ -69,7 +69,7 @@ def compile_model(model: TransformerLM, device: torch.device) -> nn.Module:
         raise UserError(f"--compile needs one of {', '.join(compilers)} on the PATH for --device {device.type}")
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return cast(nn.Module, torch.compile(model, dynamic=False))
+    return torch.compile(model, dynamic=False)
 
 
 class Workload:

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.lib import contest
 from benchmarks.lib.contest import Contest, Entry, Stopwatch, UnavailableError, spread
+from benchmarks.lib.kernel import theirs
 
 CPU = torch.device("cpu")
 
@@ -68,9 +69,9 @@ def test_a_lost_device_ends_the_run_but_memory_that_ran_out_one_candidate(driver
 
 def test_a_peer_that_is_missing_says_so():
     with pytest.raises(UnavailableError, match="Nobody's is not installed"):
-        contest.peer("Nobody's", "nobodys_package.ops", "norm")
+        theirs("Nobody's", "nobodys_package.ops", "norm")(None, CPU)
     with pytest.raises(UnavailableError, match="torch: "):
-        contest.peer("torch", "torch", "no_such_norm")
+        theirs("torch", "torch", "no_such_norm")(None, CPU)
 
 
 def test_the_gates_places_reach_from_the_first_to_the_last():

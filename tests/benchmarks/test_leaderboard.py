@@ -121,12 +121,12 @@ def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, caps
     monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
     monkeypatch.setattr(leaderboard, "inputs", lambda task, device: attention_candidates.inputs(task, CPU))
     monkeypatch.setattr(leaderboard, "time_attention", clock)
-    monkeypatch.setattr(leaderboard, "compiled", compiler(compiled := lambda q, k, v: right(q, k, v)))
+    monkeypatch.setattr(leaderboard, "compile_model", compiler(compiled := lambda q, k, v: right(q, k, v)))
     fields = leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
     assert timed == [compiled]
     leaderboard.finish(fields, hardware, {})
     assert "best published, the whole task on an H100: 5.36 ms" in capsys.readouterr().out
-    monkeypatch.setattr(leaderboard, "compiled", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
+    monkeypatch.setattr(leaderboard, "compile_model", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
     with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
         leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
     assert len(timed) == 1
