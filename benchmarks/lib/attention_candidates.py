@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -56,12 +56,7 @@ class AttentionTask:
     backward: bool = True  # with a backward, or a forward that keeps nothing for one
 
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}{' causal' * self.causal}"
-
-    @property
-    def shape(self) -> str:
-        """`8 x 1024 x 64`."""
-        return f"{self.batch} x {self.seq} x {self.dim}"
+        return f"{self.batch} x {self.seq} x {self.dim} {self.dtype}{' causal' * self.causal}"
 
 
 def flops(task: AttentionTask, what: str) -> float:
@@ -200,9 +195,6 @@ class Attention(Kernel):
 
     def moved(self, task: AttentionTask, device: torch.device) -> int:
         return 0
-
-    def few(self, task: AttentionTask) -> AttentionTask:
-        return replace(task, grid="gate", batch=1, seq=32, backward=True)
 
     def phases(self, name: str, function: Function, task: AttentionTask, inputs: Inputs) -> Phases:
         """Forward, and the backward of its latest output."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -39,12 +39,7 @@ class SizedTask:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.shape} {self.dtype} {self.what}"
-
-    @property
-    def shape(self) -> str:
-        """`50000 x 1024`."""
-        return " x ".join(map(str, self.sizes))
+        return f"{self.kernel} {' x '.join(map(str, self.sizes))} {self.dtype} {self.what}"
 
     @property
     def itemsize(self) -> int:
@@ -90,7 +85,7 @@ class Kernel(ABC):
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
     sizes: ClassVar[tuple[Sizes, ...]]  # that are measured
     cpu_sizes: ClassVar[tuple[Sizes, ...]]
-    tiny: ClassVar[Sizes] = (8, 64)  # of a smoke run, and of the gate in Triton's interpreter
+    tiny: ClassVar[Sizes] = (8, 64)  # of a smoke run
     dtypes: ClassVar[tuple[DtypeName, ...]] = ("bf16", "fp32")  # the first is the default
     whats: ClassVar[tuple[str, ...]] = (FORWARD, BOTH)
     results: ClassVar[Sequence[str]] = ("y",)
@@ -125,10 +120,6 @@ class Kernel(ABC):
     def bytes_needed(self, name: str, task: Any) -> int:
         """Bytes that have to be free for a candidate to take part, beside the lower bound's tensors."""
         return self.peak_bytes(name, task) + self.moved(task, torch.device("cpu"))
-
-    def few(self, task: Any) -> Any:
-        """A shape for the check in Triton's interpreter."""
-        return replace(task, sizes=self.tiny)
 
     @abstractmethod
     def inputs(self, task: Any, device: torch.device) -> Any:

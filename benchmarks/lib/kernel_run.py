@@ -12,7 +12,7 @@ import click
 import torch
 
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
-from benchmarks.lib.contest import OURS, SAMPLE_MS, Contest, Entry, Stopwatch, UnavailableError, format_ms
+from benchmarks.lib.contest import OURS, SAMPLE_MS, Contest, Entry, Stopwatch, format_ms
 from benchmarks.lib.kernel import DtypeName, Kernel
 from benchmarks.lib.kernel_sheet import Sheet
 from benchmarks.lib.options import Recorder, RecordOptions
@@ -23,12 +23,10 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
-from cs336_systems.host.text import printable
 from cs336_systems.model.precision import set_matmul_precision
-from kernels.launch import INTERPRETED
 
 ONE_CANDIDATE = "Only this candidate; may be repeated.  [default: all]"
-INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
+INTERPRETER = "not timed on a CPU, where Triton has an interpreter only, in which tests/kernels check it"
 UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
 FEWEST_ROUNDS = 3  # unless --rounds asks for fewer
 LATENCY_MS = 1.0  # of a call, that a larger shape does not lengthen
@@ -176,25 +174,6 @@ class Session:
         flags = suspicions(metrics, predicted.get("flops", 0.0), predicted.get("bytes", 0.0), hardware)
         return replace(blank, samples_ms=samples, metrics=metrics, flags=flags)
 
-    def check_interpreted(self, work: Work) -> None:
-        """On a CPU, check our kernels on small shapes, and print the errors. A wrong result is added to the faults."""
-        said, passed = [f"{OURS}: {INTERPRETER}"], dict[str, dict[str, float]]()
-        few = dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates)
-        for kernel, task in few if INTERPRETED else ():
-            try:
-                function = kernel.candidates[OURS](task, self.device)
-                error = kernel.gate(OURS, function, task, kernel.inputs(task, self.device))
-                errors = passed.setdefault(kernel.name, {})
-                errors[task.shape] = max(error, errors.get(task.shape, 0.0))
-            except UnavailableError as reason:
-                said.append(f"not checked: {reason}")
-            except WrongResultError as wrong:
-                self.faults.append(f"{kernel.name}: {wrong}")
-        found = (f"{name} within {max(each.values()):.1e} ({', '.join(each)})" for name, each in passed.items())
-        said += [f"gate: equals float64, {', '.join(found)}"] if passed else []
-        said += [] if INTERPRETED else ["not checked, because TRITON_INTERPRET=1 is not set"]
-        print(printable("; ".join(dict.fromkeys(said))))
-
     def take_turns(self, work: Work) -> None:
         """Compare the candidates shape by shape while the budget lasts."""
         settings, begun, expected = self.settings, time.monotonic(), 0.0
@@ -210,11 +189,6 @@ class Session:
                 self.compare(kernel, task)
                 advance(str(task))
 
-    def raise_faults(self) -> None:
-        """Raises WrongResultError if a result was wrong."""
-        if self.faults:
-            raise WrongResultError("; ".join(dict.fromkeys(self.faults)))
-
 
 def run_kernels(
     benchmark: str, settings: KernelSettings, work: Work, sheet: Sheet, known: Iterable[str], absent: str = "",
@@ -227,15 +201,13 @@ def run_kernels(
     """
     device = choose_device(settings.device)
     idle = settings.idle(known, device, work, absent)
-    set_matmul_precision(device, "fp32")
-    session = Session(benchmark, settings, Recorder(None) if idle else settings.recorder(benchmark, device), device)
-    if device.type == "cpu":
-        if OURS in settings.chosen([OURS]):
-            session.check_interpreted(work)
-        print(remark, end="\n" if remark else "")
     if idle:
-        session.raise_faults()
         raise UserError(f"nothing to measure: {idle}")
+    if device.type == "cpu":
+        for line in filter(None, (remark, f"{OURS}: {INTERPRETER}" if OURS in settings.chosen(known) else "")):
+            print(line)
+    set_matmul_precision(device, "fp32")
+    session = Session(benchmark, settings, settings.recorder(benchmark, device), device)
     try:
         session.take_turns(work)
     finally:
@@ -244,4 +216,5 @@ def run_kernels(
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
     session.recorder.tell()
-    session.raise_faults()
+    if session.faults:
+        raise WrongResultError("; ".join(dict.fromkeys(session.faults)))

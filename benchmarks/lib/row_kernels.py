@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -131,9 +130,6 @@ class Norm(RowKernel):
     def moved(self, task: SizedTask, device: torch.device) -> int:
         rows, columns = task.sizes
         return norm_bytes(rows, columns, task.itemsize, task.what, partial_rows(device))
-
-    def few(self, task: SizedTask) -> SizedTask:
-        return replace(task, sizes=(8, min(task.sizes[1], 1024)))
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from cs336_systems.host.text import printable, regular, strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: GPU time is often limited
-HOPELESS = 6.0  # a command on a CPU is stopped after this many times its expected time, and not before
+HOPELESS = 4.0  # a command on a CPU is stopped after this many times its expected time, and not before
 LEAST_MINUTES = 10.0  # this
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
@@ -166,25 +166,28 @@ def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float
 
 def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
     """Measure in order, as long as there is time; print the outcome of each and the time that the rest takes."""
-    deadline, outcomes = time.monotonic() + settings.seconds, list[Outcome]()
+    deadline, outcomes, pace, spent, foreseen = time.monotonic() + settings.seconds, list[Outcome](), 1.0, 0.0, 0.0
     todo = [run for run in runs if not skipped(run, settings, journal)]
     for run in runs:
         if outcome := skipped(run, settings, journal):
             outcomes.append(outcome)
             continue
         expected, place = journal.seconds(run), todo.index(run)
-        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * expected)
+        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * max(1.0, pace) * expected)
         seconds = min(limit, deadline - time.monotonic())
         if seconds < min(limit, LEAST if run.gpus else expected):
             outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes do not suffice"))
         else:
-            left = format_seconds(min(sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
+            left = format_seconds(min(pace * sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
             print(printable(f"[{place + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)
             outcomes.append(measure(run, settings, results, seconds))
         done = outcomes[-1]
         print(printable(f"  {done.status} ({format_seconds(done.seconds)}) {done.remark}".rstrip()), flush=True)
-        if done.status == "ok" and not settings.smoke:
-            journal.add(run, done.seconds)
+        if done.status == "ok":  # a command that fails at once says nothing about the machine's speed
+            spent, foreseen = spent + done.seconds, foreseen + expected
+            pace = spent / foreseen
+            if not settings.smoke:
+                journal.add(run, done.seconds)
     return outcomes
 
 

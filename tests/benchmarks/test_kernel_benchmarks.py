@@ -197,30 +197,17 @@ def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
         attention_candidates.gate("unscaled", WrongKeyGradient.apply, task, inputs)
 
 
-@needs_interpreter
-def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, capsys):
+def test_our_kernel_is_not_timed_on_a_cpu(in_tmp, capsys):
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours"]) == 0
     assert "ours" not in by_name(lines(in_tmp, "norms"), "forward")
-    assert "gate: equals float64, norm within" in capsys.readouterr().out
+    assert "ours: not timed on a CPU" in capsys.readouterr().out
 
 
 @needs_interpreter
-def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
+def test_a_dim_that_our_kernel_cannot_do_makes_it_unavailable():
     with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
         attention_candidates.load_ours(AttentionTask("flash", 1, 32, 129, "fp32", causal=True), CPU)
     attention_candidates.load_ours(AttentionTask("flash", 1, 32, 128, "fp32", causal=True), CPU)
-    options = ("--dim", "129", "--candidate", "ours", "--candidate", "eager", "--smoke")
-    assert run_command(attention.main, ["--device", "cpu", *options]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    assert "not checked: takes dims up to 128, not 129" in shown
-
-
-@needs_interpreter
-def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
-    monkeypatch.setitem(norms.NORM.candidates, "ours", always(lambda x, weight: x))
-    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: norm: ours's y is off its reference")
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
