@@ -17,7 +17,6 @@ import torch
 from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
-from benchmarks.lib.model_options import ModelOptions
 from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.lib.profiling_record import (
@@ -29,7 +28,7 @@ from benchmarks.lib.profiling_record import (
     predicted,
 )
 from benchmarks.lib.turns import ADAMW, check
-from benchmarks.lib.workload import Case, compile_model
+from benchmarks.lib.workload import Case, ModelOptions, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
