@@ -88,9 +88,9 @@ def run(settings: AttentionSettings) -> None:
     if settings.smoke:
         sequence, dim = settings.sequence or (64,), settings.dim or (16,)
         settings = replace(settings, sequence=sequence, dim=dim, rounds=2)
-    kernel = Attention(GRID_CANDIDATES[settings.grid], ROUNDS[settings.grid])
+    kernel = Attention(GRID_CANDIDATES[settings.grid], ROUNDS[settings.grid], f"the grid {settings.grid}")
     work = [(kernel, task) for task in settings.tasks()]
-    run_kernels("attention", settings, work, SHEET, CANDIDATES, f"not in the grid {settings.grid}")
+    run_kernels("attention", settings, work, SHEET)
 
 
 main = command(AttentionSettings)(run)

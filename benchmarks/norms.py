@@ -72,7 +72,7 @@ def main(settings: NormSettings) -> None:
     tasks = settings.tasks(device)
     fewer = set(tasks) - set(settings.tasks(torch.device("cuda")))
     remark = f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor" if fewer else ""
-    run_kernels("norms", settings, [(NORM, task) for task in tasks], SHEET, NORM.candidates, remark=remark)
+    run_kernels("norms", settings, [(NORM, task) for task in tasks], SHEET, remark)
 
 
 if __name__ == "__main__":

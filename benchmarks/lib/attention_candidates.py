@@ -176,15 +176,14 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
 class Attention(Kernel):
     """Attention: forward, and backward by itself, of one call."""
 
-    name = "attention"
     floor = ""
     flops = staticmethod(flops)
     peak_bytes = staticmethod(peak_bytes)
     gate = staticmethod(gate)
     inputs = staticmethod(inputs)
 
-    def __init__(self, candidates: Sequence[str], rounds: int) -> None:
-        self.candidates, self.rounds = {name: CANDIDATES[name] for name in candidates}, rounds
+    def __init__(self, candidates: Sequence[str], rounds: int, name: str) -> None:
+        self.candidates, self.rounds, self.name = {each: CANDIDATES[each] for each in candidates}, rounds, name
 
     def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
         shape = asdict(task)

@@ -81,7 +81,7 @@ class Kernel(ABC):
     """Description of a kernel: candidates, costs, lower bound, and how to check a result. Here are those of a kernel
     each of whose tasks is one pass (`SizedTask`)."""
 
-    name: ClassVar[str]
+    name: str
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
     sizes: ClassVar[tuple[Sizes, ...]]  # that are measured
     cpu_sizes: ClassVar[tuple[Sizes, ...]]

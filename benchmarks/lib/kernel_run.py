@@ -58,12 +58,6 @@ class KernelSettings(RecordOptions):
         ours = {OURS: INTERPRETER} if device.type == "cpu" else {}
         return ours | ({"compiled": "left out of smoke runs, which it would make long"} if self.smoke else {})
 
-    def idle(self, known: Iterable[str], device: torch.device, work: Work, absent: str) -> str:
-        """Reason why no candidate is timed, empty if one is; those that no kernel has are `absent`."""
-        out, present = self.left_out(device), {name for kernel, _ in work for name in kernel.candidates}
-        reasons = {name: out.get(name, "") if name in present else absent for name in self.chosen(known)}
-        return "; ".join(f"{name} is {reason}" for name, reason in reasons.items()) if all(reasons.values()) else ""
-
 
 def keep_pages(device: torch.device) -> dict[str, bool]:
     """Let glibc keep freed memory, so that a CPU's kernel is not timed with Linux zeroing fresh pages for its outputs.
@@ -190,21 +184,21 @@ class Session:
                 advance(str(task))
 
 
-def run_kernels(
-    benchmark: str, settings: KernelSettings, work: Work, sheet: Sheet, known: Iterable[str], absent: str = "",
-    remark: str = "",
-) -> None:  # fmt: skip
-    """Let the candidates for each shape take turns while the budget lasts, and print and record the results. Of those
-    that are `known`, `absent` says why no kernel of `work` has some; `remark` tells what is different on a CPU.
+def run_kernels(benchmark: str, settings: KernelSettings, work: Work, sheet: Sheet, remark: str = "") -> None:
+    """Let the candidates for each shape take turns while the budget lasts, and print and record the results; `remark`
+    tells what is different on a CPU.
 
     Raises WrongResultError in the end if a result was wrong, and UserError if there is nothing to measure.
     """
     device = choose_device(settings.device)
-    idle = settings.idle(known, device, work, absent)
-    if idle:
-        raise UserError(f"nothing to measure: {idle}")
+    kernels, out = dict.fromkeys(kernel for kernel, _ in work), settings.left_out(device)
+    names = dict.fromkeys(name for kernel in kernels for name in settings.chosen(kernel.candidates))
+    if names.keys() <= out.keys():
+        absent = f"{', '.join(settings.candidate)} is no candidate for {', '.join(kernel.name for kernel in kernels)}"
+        reasons = "; ".join(f"{name} is {out[name]}" for name in names)
+        raise UserError(f"nothing to measure: {reasons or absent}")
     if device.type == "cpu":
-        for line in filter(None, (remark, f"{OURS}: {INTERPRETER}" if OURS in settings.chosen(known) else "")):
+        for line in filter(None, (remark, f"{OURS}: {INTERPRETER}" if OURS in names else "")):
             print(line)
     set_matmul_precision(device, "fp32")
     session = Session(benchmark, settings, settings.recorder(benchmark, device), device)

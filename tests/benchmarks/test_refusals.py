@@ -91,8 +91,8 @@ REFUSED = {
         "--grid moon": "Invalid value for '--grid': 'moon' is not one of",
         "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'ours', 'tiled', 'eager'",
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
-        "--candidate tiled": "nothing to measure: tiled is not in the grid course",
-        "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is not in the grid",
+        "--candidate tiled": "nothing to measure: tiled is no candidate for the grid course",
+        "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is no candidate for the grid",
         "--smoke --grid leaderboard --candidate tiled --candidate ours": "nothing to measure: ours is not timed on a",
     },
     "scaling": {
