@@ -42,7 +42,6 @@ from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.report import write_report
-from cs336_systems.train.timers import Timers, timer_line
 from cs336_systems.zero import WRAPPERS
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
@@ -88,7 +87,7 @@ class ProfilingSettings(ModelOptions):
 
 
 def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Group, folder: Path) -> list[Event]:
-    """Warm up, and profile the steps after that, timing their phases as well; returns the collectives of one step."""
+    """Warm up, and profile the steps after that; returns the collectives of one step."""
     device, model = case.device, case.make_model(case.config)
     trained = build(model, torch.optim.AdamW, ADAMW)
     run = compile_model(model, device) if case.compiled else trained.model
@@ -99,27 +98,21 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
         tags=not case.compiled, nvtx=settings.nvtx,
         meta={"size": settings.size, "wrapper": settings.chosen(group.size()), "device": device_name(device)},
     )  # fmt: skip
-    timers = Timers(device, group)
     snapshot = memory_snapshot(folder / SNAPSHOT) if device.type == "cuda" and group.rank() == 0 else nullcontext()
     with capture, snapshot, console.progress("steps", capture.total, quiet=group.rank() > 0) as advance:
         for _ in range(capture.total):
-            if capture.taken == settings.warmup:
-                timers.reset()
             with capture.step(), record() as events:
-                with capture.phase("forward"), timers("forward-compute"), autocast(device, case.precision):
+                with capture.phase("forward"), autocast(device, case.precision):
                     loss = lm_loss(run, tokens, targets)
-                with capture.phase("backward"), timers("backward-compute"):
+                with capture.phase("backward"):
                     loss.backward()
                 del loss
-                with capture.phase("synchronise"), timers("backward-params-finish"):
+                with capture.phase("synchronise"):
                     trained.finish()
-                with capture.phase("optimizer"), timers("optimizer"):
+                with capture.phase("optimizer"):
                     trained.optimizer.step()
                     trained.optimizer.zero_grad()
             advance("" if capture.taken > settings.warmup else "warming up")
-    line = timer_line(timers.by_rank(), settings.steps, minmax=True)
-    if group.rank() == 0:
-        print(f"timers of a step, the profiler's cost included, (least, most) over the ranks:\n{line}")
     return events
 
 
