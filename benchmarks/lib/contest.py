@@ -3,6 +3,7 @@
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ SAMPLE_MS = 5.0  # a sample is the median of as many calls as fit into this,
 MOST_CALLS = 20  # and of no more than these
 SLEEP_CYCLES = 2.0e9  # of a GPU in a second, at most
 LONGEST_LEAD = 0.01  # seconds that a GPU sleeps ahead of a call, at most
+NO_KERNEL = ("No available kernel", "No viable backend")  # how PyTorch's own attention refuses, by version
 DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin what the driver says
 
 
@@ -72,6 +74,8 @@ def refuse(name: str, error: Exception, faults: list[str]) -> tuple[Status, str]
         faults.append(f"wrong result: {error}")
         return "unsupported", faults[-1]
     reason = next(iter(str(error).splitlines()), "")
+    if reason.startswith(NO_KERNEL):
+        return "unsupported", "PyTorch has no such kernel for these inputs"
     if not isinstance(error, UnavailableError | UserError):
         reason = f"{type(error).__name__}: {reason}"[:300]
         faults += [] if name.startswith(FOREIGN) else [f"{name}: {reason}"]
@@ -148,7 +152,9 @@ class Contest:
     def enter(self, name: str, prepare: Callable[[], Entry]) -> None:
         """Let a candidate in if it can be prepared, which includes its gate."""
         try:
-            entry = prepare()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's attention has one for every reason why it refuses
+                entry = prepare()
             self.clock.settle(entry)
             self.entries[name] = entry
         except Exception as error:  # a peer may raise anything; the others are still to be measured
