@@ -51,11 +51,6 @@ class Entry:
     lead: float = 0.0  # seconds for which the GPU is kept busy ahead of a call
     samples: dict[str, list[float]] = field(default_factory=dict)
 
-    def once(self) -> None:
-        """Run every phase."""
-        for run in self.phases.values():
-            run()
-
 
 def ran_out(error: Exception) -> bool:
     """True if memory ran out: in torch's allocator, or in the driver when a launch asked it for more."""
@@ -96,21 +91,13 @@ class Stopwatch:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.filler = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
-    def wait(self) -> None:
-        """Wait until the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def host_seconds(self, run: Callable[[], object]) -> float:
-        """Seconds for which a call keeps the host busy, the least of three; a GPU's work is not awaited."""
-        times = list[float]()
-        while len(times) < 3 and not (times and times[-1] > LONGEST_LEAD):
-            self.wait()
-            start = time.perf_counter()
+    def host_seconds(self, entry: Entry) -> float:
+        """Seconds for which a call keeps the host busy; the GPU's work is not awaited."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for run in entry.phases.values():
             run()
-            times.append(time.perf_counter() - start)
-        self.wait()
-        return min(times)
+        return time.perf_counter() - start
 
     def laps(self, entry: Entry) -> dict[str, list[float]]:
         """The milliseconds of each phase in each of the entry's calls."""
@@ -135,7 +122,8 @@ class Stopwatch:
     def settle(self, entry: Entry) -> None:
         """Choose the number of calls per sample, and the time by which the host has to run ahead."""
         if self.device.type == "cuda":
-            entry.lead = min(2 * self.host_seconds(entry.once), LONGEST_LEAD)
+            seconds = min(self.host_seconds(entry) for _ in range(3))
+            entry.metrics["host_us"], entry.lead = 1e6 * seconds, min(2 * seconds, LONGEST_LEAD)
         lap = sum(times[0] for times in self.laps(entry).values())
         entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
 

@@ -142,7 +142,7 @@ class Kernel(ABC):
         return {task.what: lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)}
 
     def prepare(self, clock: Stopwatch, name: str, task: Any, inputs: Any) -> Entry:
-        """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
+        """Check a candidate, and measure its memory. Raises the error that keeps it out.
 
         On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
         """
@@ -159,9 +159,7 @@ class Kernel(ABC):
         if rest:
             metrics["before_backward_bytes"] = None
         else:
-            entry.once()  # an optimizer makes its state
-        if on_gpu:
-            metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
+            first()  # an optimizer makes its state
         if on_gpu or name != "compiled":
             memory.reset()
             if rest and on_gpu:
