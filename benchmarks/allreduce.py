@@ -30,12 +30,12 @@ from cs336_systems.comm.startup import can_share
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device
+from cs336_systems.host.text import printable
 
 COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
     *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
     *(("cuda", "gloo"), ("cuda", "nccl")),
 )
-OPTIONAL = ("shm", "mpi")  # left out where they cannot run, unless they were asked for
 RANKS = (2, 4, 6)
 
 
@@ -50,7 +50,7 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, AllReduceBacken
         if device in devices and settings.device in (None, device) and settings.backend in (None, backend)
     ]
     if not found:
-        if settings.backend in OPTIONAL:
+        if settings.backend in ("shm", "mpi"):
             raise UserError(f"--backend {settings.backend} moves tensors between CPUs; use --device cpu")
         place = "--device cpu was asked for" if settings.device else "there is none here"
         raise UserError(f"--backend nccl moves tensors between GPUs, and {place}; use --backend gloo")
@@ -83,17 +83,23 @@ def places(settings: AllReduceSettings, here: Place) -> list[Place]:
     return [here]
 
 
-def measure(job: AllReduceJob, place: Place, started: bool) -> None:
-    """Run a job on some ranks, which have been `started` or are now; its file then has the records of rank 0."""
+def measure(job: AllReduceJob, place: Place, started: bool) -> str:
+    """Run a job on some ranks, which have been `started` or are now; its file then has the records of rank 0. Returns
+    the reason why it was left out, empty if it was not."""
     if reason := cannot(job.backend, place):
-        if place.rank == 0 and (job.backend not in OPTIONAL or job.settings.backend):
-            job.refuse(place, reason, job.sizes)
-    elif job.backend == "mpi":
-        mpi.work(place, job)
-    elif started:
-        work(place, job)
-    else:
-        run_ranks(work, place.world_size, job.device, job)
+        return reason
+    try:
+        if job.backend == "mpi":
+            mpi.work(place, job)
+        elif started:
+            work(place, job)
+        else:
+            run_ranks(work, place.world_size, job.device, job)
+    except UserError as error:
+        if job.backend != "mpi" or job.settings.backend:
+            raise
+        return str(error)
+    return ""
 
 
 def show(records: Sequence[Record]) -> None:
@@ -113,16 +119,17 @@ def run(settings: AllReduceSettings) -> None:
     if settings.smoke:
         nproc = 2 if here.world_size == 1 else None
         settings = replace(settings, sizes=SMOKE_SIZES, steps=2, warmup=1, nproc=nproc)
-    sizes, todo = parse_sizes(settings.sizes or COURSE_SIZES), places(settings, here)
-    recorders: dict[str, Recorder] = {}
+    sizes = parse_sizes(settings.sizes or COURSE_SIZES)
+    todo = list(product(combinations(settings), places(settings, here)))
+    recorders, missing = dict[str, Recorder](), list[str]()
     try:
-        for (device, backend), place in product(combinations(settings), todo):
+        for (device, backend), place in todo:
             if here.rank == 0 and device not in recorders:
                 recorders[device] = settings.recorder("allreduce", torch.device(device))
             with TemporaryDirectory(prefix="allreduce-") as folder:
                 job = AllReduceJob(settings, backend, device, sizes, Path(folder, "records"))
                 try:
-                    measure(job, place, started=here.world_size > 1)
+                    missing += filter(None, [measure(job, place, started=here.world_size > 1)])
                 finally:
                     if job.path.exists():
                         recorders[device].keep(*every_record(job.path))
@@ -131,6 +138,10 @@ def run(settings: AllReduceSettings) -> None:
     finally:
         if found := [record for recorder in recorders.values() for record in recorder.records]:
             show(found)
+    if len(missing) == len(todo):
+        raise UserError("; ".join(dict.fromkeys(missing)))
+    for line in dict.fromkeys(missing) if here.rank == 0 else ():
+        print(printable(f"left out: {line}"))
     for recorder in recorders.values():
         recorder.tell()
 

@@ -60,17 +60,17 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
     assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
 
 
-def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(collective, "environment", lambda device, commit: STAMP)
-    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
-    options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
-    assert run_command(allreduce.main, [*options]) == 0
-    assert [(r["config"]["ranks"], r["status"]) for r in read(in_tmp)] == [
-        (count, "unsupported") for count in (2, 2, 4, 4, 6, 6)
-    ]
+def test_ranks_without_a_gpu_each_are_left_out(in_tmp, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, device)))
+    assert run_command(allreduce.main, ["--backend", "nccl", "--sizes", "1KB", "--results", "out"]) == 0
+    assert started == [(2, "cuda")]
     shown = capsys.readouterr().out
-    assert "2 ranks nccl cuda 1 kB, 2 ranks nccl cuda 2 kB: nccl needs a GPU a rank: 2 ranks, 1 GPU\n" in shown
+    assert "left out: nccl needs a GPU a rank: 4 ranks, 2 GPUs\nleft out: nccl needs a GPU a rank: 6 ranks" in shown
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run_command(allreduce.main, ["--backend", "nccl", "--nproc", "2"]) == 2
+    assert capsys.readouterr().err == "error: nccl needs a GPU a rank: 2 ranks, 1 GPU\n"
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
@@ -184,11 +184,13 @@ def test_ranks_of_mpi_that_fail_are_one_line_and_leave_nothing(in_tmp, monkeypat
         assert not Path("/proc", pid.read_text().strip()).exists()
 
 
-def test_mpi_that_fails_without_being_asked_for_is_recorded_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
+def test_mpi_that_fails_without_being_asked_for_is_left_out_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
     fake_mpiexec(in_tmp, FAILING[0][0], monkeypatch)
-    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
+    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"), ("cpu", "gloo")))
+    monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: job.keep(measured(4000, count)))
     assert run_command(allreduce.main, ["--nproc", "2", *TINY]) == 0
-    assert [(each["status"], each["flags"][0]) for each in read(in_tmp)] == [("unsupported", FAILING[0][1])] * 2
+    assert [(each["status"], each["config"]["backend"]) for each in read(in_tmp)] == [("ok", "gloo")]
+    assert f"left out: {FAILING[0][1]}\n" in capsys.readouterr().out
 
 
 def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypatch):
