@@ -69,7 +69,7 @@ def test_ranks_without_a_gpu_each_are_left_out(in_tmp, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "left out: nccl needs a GPU a rank: 4 ranks, 2 GPUs\nleft out: nccl needs a GPU a rank: 6 ranks" in shown
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert run_command(allreduce.main, ["--backend", "nccl", "--nproc", "2"]) == 2
+    assert run_command(allreduce.main, ["--backend", "nccl", "--nproc", "2", "--results", "out"]) == 2
     assert capsys.readouterr().err == "error: nccl needs a GPU a rank: 2 ranks, 1 GPU\n"
 
 
