@@ -19,7 +19,6 @@ from benchmarks.lib.sheets import median, ratio, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
-from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device, usable_memory
@@ -92,8 +91,7 @@ def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
     cases = {name: each.case(settings.size, device) for name, each in chosen.items()}
     usable = usable_memory(device) // len(cases)
     for name, case in cases.items():
-        seq = case.config.context_length
-        require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.needs, usable)
+        case.require_fit(f"{settings.size} {name}", mode, usable)
     recorder = settings.recorder("compare", device)
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
     records = compare(benches, cases, mode)

@@ -13,7 +13,7 @@ from benchmarks.lib.sheets import median, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import MODES, Mode, count_parameters
-from cs336_systems.cost.capacity import describe_parts, require_fit
+from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
@@ -124,9 +124,7 @@ def main(settings: PassSettings) -> None:
     sizes = course_sizes(settings.year) if settings.all_sizes else (settings.size,)
     cases = {size: settings.case(size, device) for size in sizes}
     if settings.mode and not settings.all_sizes:
-        case = cases[settings.size]
-        seq = case.config.context_length
-        require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
+        cases[settings.size].require_fit(settings.size, settings.mode, usable)
     recorder = settings.recorder("e2e", device)
     bench = make_bench(settings, device, usable)
     total = sum(show_plan(bench, size, case) for size, case in cases.items())

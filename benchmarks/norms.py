@@ -69,10 +69,8 @@ def main(settings: NormSettings) -> None:
     if settings.smoke:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
     device = choose_device(settings.device)
-    tasks = settings.tasks(device)
-    fewer = set(tasks) - set(settings.tasks(torch.device("cuda")))
-    remark = f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor" if fewer else ""
-    run_kernels("norms", settings, [(NORM, task) for task in tasks], SHEET, remark)
+    remark = "" if settings.rows else f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor"
+    run_kernels("norms", settings, [(NORM, task) for task in settings.tasks(device)], SHEET, remark)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from benchmarks.lib.workload import Case, ModelOptions, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -125,8 +124,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
     wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
     build = BUILDS[wrapper]
     share = place.local_world_size if device.type == "cpu" else 1
-    seq, usable = case.config.context_length, usable_memory(device) // share
-    require_fit(settings.size, case.config, case.batch, seq, "step", case.needs, usable, modes=())
+    case.require_fit(settings.size, "step", usable_memory(device) // share, modes=())
     with distributed(device, backend, settings.timeout, place) as group:
         first = group.rank() == 0
         error, tolerance = check_model(case)

@@ -12,9 +12,10 @@ import torch
 from benchmarks.gate import make_it_matter
 from benchmarks.harness import require_close, take_turns
 from benchmarks.lib.peers import ALONE, Build, Trained
+from benchmarks.lib.workload import Case
 from benchmarks.rank_times import time_ranks
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
-from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.model.transformer import lm_loss
 from cs336_systems.presets import ModelConfig
 
 UNTIMED = 2  # steps of a turn before those that count: buckets and optimizer state are made in them
@@ -42,11 +43,9 @@ class Arena:
         self, config: ModelConfig, batch: int, candidates: dict[str, Build], group: Group, device: torch.device
     ) -> None:
         self.config, self.batch, self.candidates, self.group, self.device = config, batch, candidates, group, device
-        torch.manual_seed(0)
-        self.base = TransformerLM(config, device)
-        generator = torch.Generator().manual_seed(1 + group.rank())
-        shape = (2, batch, config.context_length)
-        self.tokens, self.targets = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+        case = Case(config, batch, "fp32", False, device)
+        self.base = case.make_model(config)
+        self.tokens, self.targets = replace(case, seed=1 + group.rank()).make_batch(config, batch)
         self.trainable = sum(p.numel() for p in self.base.parameters())
 
     def build(self, name: str, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Trained:

@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.harness import Measurement, measure
 from benchmarks.lib.options import COUNT, RecordOptions
 from cs336_systems import presets
-from cs336_systems.cost import Mode
+from cs336_systems.cost import MODES, Mode
+from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.observed import Passes, observe_passes
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import setting
@@ -49,9 +50,13 @@ class Case:
         """Counts of the passes, before they are run."""
         return observe_passes(self.config, self.batch, self.config.context_length, self.precision, self.device.type)
 
-    def needs(self, config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
-        """Bytes by part of a mode of another model over (batch seq) tokens, in the same precision."""
-        return observe_passes(config, batch, seq, self.precision, self.device.type).memory(mode)
+    def require_fit(self, name: str, mode: Mode, usable: int, modes: tuple[Mode, ...] = MODES) -> None:
+        """Raises UserError, saying what would fit, if a mode needs more than the usable bytes."""
+
+        def needs(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
+            return observe_passes(config, batch, seq, self.precision, self.device.type).memory(mode)
+
+        require_fit(name, self.config, self.batch, self.config.context_length, mode, needs, usable, modes)
 
     def make_model(self, config: ModelConfig) -> TransformerLM:
         torch.manual_seed(self.seed)
