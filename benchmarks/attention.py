@@ -10,8 +10,8 @@ from benchmarks.lib.attention_candidates import CANDIDATES, Attention, Attention
 from benchmarks.lib.contest import OURS
 from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAKS, Sheet, metric
 from benchmarks.lib.options import COUNT, command
+from benchmarks.lib.sheets import BEST_OTHER, PEAKS, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, setting

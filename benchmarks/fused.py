@@ -10,8 +10,8 @@ import torch
 from benchmarks.lib.fused_candidates import KERNELS
 from benchmarks.lib.kernel import FORWARD, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAKS, Sheet, metric
 from benchmarks.lib.options import command
+from benchmarks.lib.sheets import BEST_OTHER, HOST, PEAKS, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

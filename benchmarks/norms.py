@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.lib.kernel import BOTH, DtypeName, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, Sheet, metric
 from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.row_kernels import Norm
+from benchmarks.lib.sheets import BEST_OTHER, HOST, Sheet, metric
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
 from cs336_systems.host.machine import choose_device
