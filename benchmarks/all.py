@@ -8,13 +8,12 @@ how long it took. On a GPU the edition for GPUs is measured, in eight minutes at
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-import click
 import torch
 
 from benchmarks.lib import sheets
 from benchmarks.lib.catalogue import EDITIONS, Benchmark
+from benchmarks.lib.options import command
 from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, measure_all, skipped
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -52,11 +51,13 @@ def show(outcomes: Iterable[Outcome], head: str) -> None:
 
 def plan(runs: Iterable[Benchmark], settings: AllSettings, journal: Journal) -> None:
     """Print which benchmarks will be measured, how long they take, and which are left out."""
-    planned = [skipped(run, settings, journal) or Outcome(run, "to measure") for run in runs]
-    planned = [replace(each, seconds=journal.seconds(each.run)) for each in planned]
+    planned = [
+        replace(skipped(run, settings, journal) or Outcome(run, "to measure"), seconds=journal.seconds(run))
+        for run in runs
+    ]
     todo = [each.seconds for each in planned if each.status == "to measure"]
-    expected = format_seconds(min(sum(todo), settings.seconds))
     show(planned, "plan")
+    expected = format_seconds(min(sum(todo), settings.seconds))
     print(f"{len(todo)} of {len(planned)} commands to measure, about {expected}", flush=True)
 
 
@@ -89,14 +90,13 @@ def measure_here(settings: AllSettings) -> list[Outcome]:
     return outcomes
 
 
-@click.command()
-@console.options(AllSettings)
-def main(**options: Any) -> None:
+@command(AllSettings)
+def main(settings: AllSettings) -> None:
     """Measure everything that the write-up needs on this machine; first print how long that takes.
 
     Skip what has been measured at this commit. On a GPU, check the kernels first.
     """
-    outcomes = measure_here(AllSettings(**options))
+    outcomes = measure_here(settings)
     if wrong := [f"{done.run.command} ({done.status})" for done in outcomes if done.status in ("failed", "stopped")]:
         raise UserError(f"{len(wrong)} of {len(outcomes)} commands went wrong: {', '.join(wrong)}")
 

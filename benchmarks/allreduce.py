@@ -6,13 +6,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import click
 import torch
 
 from benchmarks import parallel_tables
-from benchmarks.allreduce_plot import plot
 from benchmarks.collective import (
     COURSE_SIZES,
     SMOKE_SIZES,
@@ -24,12 +22,11 @@ from benchmarks.collective import (
     work,
 )
 from benchmarks.lib import mpi, sheets
-from benchmarks.lib.options import Recorder
+from benchmarks.lib.options import Recorder, command
 from benchmarks.records import Record, every_record
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.comm.startup import can_share
-from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device
@@ -39,7 +36,6 @@ COMBINATIONS: tuple[tuple[str, AllReduceBackend], ...] = (
     *(("cpu", "shm"), ("cpu", "gloo"), ("cpu", "mpi")),
     *(("cuda", "gloo"), ("cuda", "nccl")),
 )
-OPTIONAL = ("shm", "mpi")  # left out where they cannot run, unless they were asked for
 RANKS = (2, 4, 6)
 
 
@@ -54,7 +50,7 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, AllReduceBacken
         if device in devices and settings.device in (None, device) and settings.backend in (None, backend)
     ]
     if not found:
-        if settings.backend in OPTIONAL:
+        if settings.backend in ("shm", "mpi"):
             raise UserError(f"--backend {settings.backend} moves tensors between CPUs; use --device cpu")
         place = "--device cpu was asked for" if settings.device else "there is none here"
         raise UserError(f"--backend nccl moves tensors between GPUs, and {place}; use --backend gloo")
@@ -87,33 +83,35 @@ def places(settings: AllReduceSettings, here: Place) -> list[Place]:
     return [here]
 
 
-def measure(job: AllReduceJob, place: Place, started: bool) -> None:
-    """Run a job on some ranks, which have been `started` or are now; its file then has the records of rank 0."""
+def measure(job: AllReduceJob, place: Place, started: bool) -> str:
+    """Run a job on some ranks, which have been `started` or are now; its file then has the records of rank 0. Returns
+    the reason why it was left out, empty if it was not."""
     if reason := cannot(job.backend, place):
-        if place.rank == 0 and (job.backend not in OPTIONAL or job.settings.backend):
-            job.refuse(place, reason, job.sizes)
-    elif job.backend == "mpi":
-        mpi.work(place, job)
-    elif started:
-        work(place, job)
-    else:
-        run_ranks(work, place.world_size, job.device, job)
-
-
-def name_of(record: Record) -> str:
-    """`2 ranks gloo cpu 1 MB`."""
-    return "{ranks} ranks {backend} {device} ".format(**record.config) + size_name(record.config["bytes"])
+        return reason
+    try:
+        if job.backend == "mpi":
+            mpi.work(place, job)
+        elif started:
+            work(place, job)
+        else:
+            run_ranks(work, place.world_size, job.device, job)
+    except UserError as error:
+        if job.backend != "mpi" or job.settings.backend:
+            raise
+        return str(error)
+    return ""
 
 
 def show(records: Sequence[Record]) -> None:
     """The table of what was measured, predictions beside it, and what is suspect or missing."""
     sheets.show(parallel_tables.sheets(records))
-    for line in sheets.remarks(records, name_of):
+    names = "{ranks} ranks {backend} {device} ".format
+    for line in sheets.remarks(records, lambda each: names(**each.config) + size_name(each.config["bytes"])):
         console.console().print(line)
 
 
 def run(settings: AllReduceSettings) -> None:
-    """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run.
+    """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run.
 
     What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
     """
@@ -121,16 +119,17 @@ def run(settings: AllReduceSettings) -> None:
     if settings.smoke:
         nproc = 2 if here.world_size == 1 else None
         settings = replace(settings, sizes=SMOKE_SIZES, steps=2, warmup=1, nproc=nproc)
-    sizes, todo = parse_sizes(settings.sizes or COURSE_SIZES), places(settings, here)
-    recorders: dict[str, Recorder] = {}
+    sizes = parse_sizes(settings.sizes or COURSE_SIZES)
+    todo = list(product(combinations(settings), places(settings, here)))
+    recorders, missing = dict[str, Recorder](), list[str]()
     try:
-        for (device, backend), place in product(combinations(settings), todo):
+        for (device, backend), place in todo:
             if here.rank == 0 and device not in recorders:
                 recorders[device] = settings.recorder("allreduce", torch.device(device))
             with TemporaryDirectory(prefix="allreduce-") as folder:
                 job = AllReduceJob(settings, backend, device, sizes, Path(folder, "records"))
                 try:
-                    measure(job, place, started=here.world_size > 1)
+                    missing += filter(None, [measure(job, place, started=here.world_size > 1)])
                 finally:
                     if job.path.exists():
                         recorders[device].keep(*every_record(job.path))
@@ -139,21 +138,21 @@ def run(settings: AllReduceSettings) -> None:
     finally:
         if found := [record for recorder in recorders.values() for record in recorder.records]:
             show(found)
+    if len(missing) == len(todo):
+        raise UserError("; ".join(dict.fromkeys(missing)))
+    for line in dict.fromkeys(missing) if here.rank == 0 else ():
+        print(printable(f"left out: {line}"))
     for recorder in recorders.values():
         recorder.tell()
-        if recorder.path:
-            print(printable(f"plot of its records in {plot(recorder.path)}") if can_plot() else HOW_TO_PLOT)
 
 
-@click.command()
-@console.options(AllReduceSettings)
+@command(AllReduceSettings)
 @click.argument("more_sizes", nargs=-1, metavar="")
-def main(more_sizes: tuple[str, ...], **options: Any) -> None:
+def main(settings: AllReduceSettings, more_sizes: tuple[str, ...]) -> None:
     """Time all-reduces of several sizes, each beside a prediction from the measured speed of the link.
 
     Started by torchrun or Slurm with several ranks, measure these ranks; otherwise start ranks.
     """
-    settings = AllReduceSettings(**options)
     run(replace(settings, sizes=" ".join([settings.sizes or "", *more_sizes]).strip() or None))
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -10,12 +10,11 @@ from benchmarks.lib.attention_candidates import CANDIDATES, Attention, Attention
 from benchmarks.lib.contest import OURS
 from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, PEAKS, Sheet, metric
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
+from benchmarks.lib.sheets import BEST_OTHER, PEAKS, Sheet, metric
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, setting
-from cs336_systems.host.machine import choose_device
 
 Grid = Literal["course", "flash", "leaderboard"]
 COURSE_SEQUENCES, FLASH_SEQUENCES = (256, 1024, 4096, 8192, 16384), tuple(2**power for power in range(7, 17))
@@ -30,9 +29,6 @@ LEADERBOARD = (
     AttentionTask("leaderboard", 16, 16384, 64, "bf16", causal=True),
     AttentionTask("leaderboard", 16, 16384, 128, "bf16", causal=False, backward=False),
 )
-# Spring 2025's leaderboard, on an H100; and what plain Triton reaches there for the second task (FlashAttention-3's
-# figures, arXiv:2407.08608, and Triton's own benchmarks since).
-PUBLISHED = {LEADERBOARD[0]: {"published_best_ms": 5.364}, LEADERBOARD[1]: {"goal_flops_per_s": 430e12}}
 
 
 def shape(record: Record) -> str:
@@ -71,51 +67,33 @@ class AttentionSettings(KernelSettings):
     def tasks(self) -> list[AttentionTask]:
         """The shapes of the grid, short sequences first, from which the time of long ones is estimated."""
         if self.grid == "leaderboard":
-            tasks = [
+            return [
                 replace(task, seq=seq, dim=dim, dtype=self.dtype or task.dtype)
                 for task in LEADERBOARD
                 for seq in self.sequence or (task.seq,)
                 for dim in self.dim or (task.dim,)
             ]
-        else:
-            flash = self.grid == "flash"
-            dtypes: tuple[DtypeName, ...] = ("bf16", "fp32") if flash else ("fp32",)
-            tasks = [
-                AttentionTask(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
-                for dtype in ((self.dtype,) if self.dtype else dtypes)
-                for dim in self.dim or DIMS
-                for seq in self.sequence or (FLASH_SEQUENCES if flash else COURSE_SEQUENCES)
-            ]
-        if self.forward and not self.backward:
-            tasks = [replace(task, backward=False) for task in tasks]
-        return [task for task in tasks if task.backward or self.wants(FORWARD)]
+        flash = self.grid == "flash"
+        dtypes: tuple[DtypeName, ...] = ("bf16", "fp32") if flash else ("fp32",)
+        return [
+            AttentionTask(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
+            for dtype in ((self.dtype,) if self.dtype else dtypes)
+            for dim in self.dim or DIMS
+            for seq in self.sequence or (FLASH_SEQUENCES if flash else COURSE_SEQUENCES)
+        ]
 
 
-def run(settings: AttentionSettings) -> list[Record]:
-    """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+def run(settings: AttentionSettings) -> None:
+    """Time attention forward and backward on the shapes of one of the write-up's tasks, with predictions."""
     if settings.smoke:
         sequence, dim = settings.sequence or (64,), settings.dim or (16,)
         settings = replace(settings, sequence=sequence, dim=dim, rounds=2)
-    device, names = choose_device(settings.device), GRID_CANDIDATES[settings.grid]
-    idle = settings.idle(CANDIDATES, device, names, absent=f"not in the grid {settings.grid}")
-    kernel = Attention(names, ROUNDS[settings.grid], PUBLISHED)
+    kernel = Attention(GRID_CANDIDATES[settings.grid], ROUNDS[settings.grid], f"the grid {settings.grid}")
     work = [(kernel, task) for task in settings.tasks()]
-    records = run_kernels("attention", settings, work, SHEET, idle)
-    for record in records:
-        metrics, name = record.metrics, record.config["candidate"]
-        if best := metrics.get("published_best_ms"):
-            print(f"{name}: {metrics['median_ms'] / best:.2f} x the best published time, {best} ms on an H100")
-        if goal := metrics.get("goal_flops_per_s"):
-            print(f"{name}: {metrics['flops_per_s'] / goal:.2f} x the goal of {format_count(goal)}FLOP/s")
-    return records
+    run_kernels("attention", settings, work, SHEET)
 
 
-@click.command()
-@console.options(AttentionSettings)
-def main(**settings: Any) -> None:
-    """Time attention forward and backward on the shapes of one of the write-up's tasks, with predictions."""
-    run(AttentionSettings(**settings))
-
+main = command(AttentionSettings)(run)
 
 if __name__ == "__main__":
     sys.exit(console.run_command(main))

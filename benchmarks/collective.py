@@ -3,7 +3,7 @@
 import json
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -96,12 +96,6 @@ class AllReduceJob:
         """Hand a record to the process that started the ranks, at once, in case that a later measurement fails."""
         with os_errors(f"write {self.path}"), self.path.open("a", encoding="utf-8") as file:
             print(json.dumps(asdict(record), allow_nan=False), file=file)
-
-    def refuse(self, place: Place, reason: str, sizes: Sequence[int]) -> None:
-        """Record some sizes as unsupported, with the reason."""
-        stamp = environment(torch.device(self.device), self.settings.commit)
-        for nbytes in sizes:
-            self.keep(replace(self.record(place, nbytes, stamp), status="unsupported", flags=[reason]))
 
 
 def probe(group: Group, device: torch.device, backend: str) -> Link:

@@ -10,14 +10,15 @@ from typing import Any
 
 import click
 
+from benchmarks import e2e
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios, take_turns
+from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
-from benchmarks.lib.sheets import ratio, remarks, show, time
+from benchmarks.lib.sheets import median, ratio, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
-from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device, usable_memory
@@ -27,12 +28,6 @@ from cs336_systems.presets import with_edition
 CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
 
 
-@click.command()
-@console.options(PassSettings)
-def parser(**settings: Any) -> None:
-    """Make a parser with the options of e2e, to read those of a variant."""
-
-
 def parse_variant(text: str, settings: PassSettings) -> PassSettings:
     """`norm=layernorm,compile` as a change of the settings. Raises UserError for what is no choice of a model's."""
     changes: dict[str, Any] = {}
@@ -40,7 +35,7 @@ def parse_variant(text: str, settings: PassSettings) -> PassSettings:
         name, _, value = part.partition("=")
         if name not in CHOICES or bool(value) == (name == "compile"):
             raise UserError(f"{part!r} is no variant; write norm=layernorm or compile (choices: {', '.join(CHOICES)})")
-        chosen = parser.make_context(text, [f"--{name}", value] if value else [f"--{name}"]).params
+        chosen = e2e.main.make_context(text, [f"--{name}", value] if value else [f"--{name}"]).params
         changes[name.replace("-", "_")] = chosen[name.replace("-", "_")]
     return replace(settings, **changes)
 
@@ -76,20 +71,17 @@ def sheet(records: list[Record]) -> Table:
     first, rows = records[0].config, []
     for record in records:
         metrics = record.metrics
-        times = [time(metrics[f"{key}_ms"]) for key in ("mean", "std", "median")]
-        rows.append([record.config["variant"], *times, time(record.predicted["mean_ms"]), ratio(metrics)])
+        rows.append([record.config["variant"], median(record), time(record.predicted["mean_ms"]), ratio(metrics)])
     title = f"{with_edition(first['size'], first['year'])} {first['mode']}, batch {first['batch_size']} x "
-    heads = ("variant", "mean", "± std", "median", "predicted", "time / first's (quartiles)")
+    heads = ("variant", "measured", "predicted", "time / first's (quartiles)")
     notes = "\n".join(remarks(records, lambda each: each.config["variant"]))
     return Table(f"{title}{first['context']}", heads, rows, notes)
 
 
-@click.command()
-@console.options(PassSettings)
+@command(PassSettings)
 @click.argument("variants", nargs=-1)
-def main(variants: tuple[str, ...], **options: Any) -> None:
+def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
     """Time VARIANTS of one model in turn, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
-    settings = PassSettings(**options)
     if len(variants) < 2 or len(set(variants)) < len(variants):
         raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")
     if settings.smoke:
@@ -99,8 +91,7 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     cases = {name: each.case(settings.size, device) for name, each in chosen.items()}
     usable = usable_memory(device) // len(cases)
     for name, case in cases.items():
-        seq = case.config.context_length
-        require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.needs, usable)
+        case.require_fit(f"{settings.size} {name}", mode, usable)
     recorder = settings.recorder("compare", device)
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
     records = compare(benches, cases, mode)

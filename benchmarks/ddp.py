@@ -8,11 +8,9 @@ import math
 import sys
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
-
-import click
 
 from benchmarks.harness import ratios
+from benchmarks.lib.options import command
 from benchmarks.lib.peers import ALONE, TORCH_DDP, ddp_candidates
 from benchmarks.lib.turns import Turn
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
@@ -21,7 +19,6 @@ from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import setting
 
 
@@ -75,11 +72,9 @@ def work(place: Place, settings: DDPSettings) -> None:
     worker_run(place, settings, "ddp", ddp_candidates(settings.sizes()), make_record)
 
 
-@click.command()
-@console.options(DDPSettings)
-def main(**options: Any) -> None:
+@command(DDPSettings)
+def main(settings: DDPSettings) -> None:
     """Time training steps of this project's data-parallel wrappers and PyTorch's, in turn, beside predictions."""
-    settings = DDPSettings(**options)
     settings.sizes()
     start(work, settings, "ddp")
 

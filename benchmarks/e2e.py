@@ -3,18 +3,17 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import click
 import torch
 
 from benchmarks.gate import check
+from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
-from benchmarks.lib.sheets import show, time
+from benchmarks.lib.sheets import median, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
 from benchmarks.records import Record
-from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
-from cs336_systems.cost.capacity import describe_parts, require_fit
+from cs336_systems.cost import MODES, Mode, count_parameters
+from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
@@ -23,7 +22,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.presets import course_sizes, with_edition
 
 PLAN = ("pass", "needs", "of which", "predicted", "is")
-COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
+COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
 def show_plan(bench: Bench, size: str, case: Case) -> float:
@@ -61,14 +60,13 @@ def measure_size(bench: Bench, size: str, case: Case) -> Iterator[Record]:
 
     Without a warm-up, the check comes after the timing, which it would warm up, and before the figures are shown.
     """
-    queue, warmup, measured = list(bench.plan(case).items()), bench.settings.warmup, []
-    if queue and warmup:
-        gate(size, case)
-    if queue:
+    runs, warmup, measured = bench.plan(case), bench.settings.warmup, list[Record]()
+    if runs:
+        if warmup:
+            gate(size, case)
         print(f"building {size}", file=sys.stderr)
         workload = Workload(case)
-    while queue:
-        timed, modes = queue.pop(0)
+    for timed, modes in runs.items():
         passes = bench.passes(case, timed)
         try:
             with console.progress(f"{size} {timed}", passes, passes * bench.seconds(case, timed)) as advance:
@@ -77,16 +75,14 @@ def measure_size(bench: Bench, size: str, case: Case) -> Iterator[Record]:
             if not out_of_memory(error):
                 raise
             print(f"{size} {timed}: out of memory although it was counted to fit", file=sys.stderr)
-            workload.release()
-            queue += [("forward-backward", modes[:2])] if timed == "step" and len(modes) > 1 else []
-            continue
+            break
         if not torch.isfinite(workload.loss):
             raise UserError(f"{size} {timed}: the loss is {workload.loss.item()}, so no speed is reported")
         for mode in modes:
             peak = peak_of(done, mode, case.compiled)
             measured.append(bench.record(size, case, mode, done.total(PHASES[mode]), peak))
-            if warmup:
-                yield measured[-1]
+        if warmup:
+            yield from measured[-len(modes) :]
     if measured and not warmup:
         gate(size, case)
         yield from measured
@@ -100,29 +96,27 @@ def set_modes(settings: PassSettings) -> tuple[Mode, ...]:
     return (settings.mode,) if settings.mode else MODES
 
 
-def show_records(records: list[Record], hardware: Hardware) -> None:
-    """The table of what was measured, predictions beside it, and what did not fit."""
-    rows = []
-    for record in records:
-        config, metrics, predicted = record.config, record.metrics, record.predicted
-        start = [with_edition(config["size"], config["year"]), config["mode"]]
-        expected = [time(predicted["mean_ms"]), format_bytes(predicted["peak_memory_bytes"])]
-        if record.status != "ok":
-            rows.append([*start, "does not fit", "", "", expected[0], "", "", "", "", expected[1]])
-            continue
-        times = [time(metrics[f"{key}_ms"]) for key in ("mean", "std", "median")]
-        speeds = [format_count(metrics[key]) for key in ("tokens_per_s", "flops_per_s")]
-        peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-        rows.append([*start, *times, expected[0], *speeds, f"{metrics['mfu']:.0%}", peak, expected[1]])
-    peak, copy = format_count(hardware.matmul_flops), format_bytes(hardware.bandwidth)
-    show([Table(f"{hardware.name}: {peak}FLOP/s and {copy}/s, {hardware.source}", COLUMNS, rows)])
-    for record in records:
-        for flag in record.flags:
-            console.console().print(f"{record.config['size']} {record.config['mode']}: {flag}")
+def label(record: Record) -> str:
+    """The size, and what one pass takes."""
+    config = record.config
+    return f"{config['size']} {config['batch_size']} x {config['context']}"
 
 
-def run(settings: PassSettings) -> list[Record]:
-    """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+def row(record: Record) -> list[str]:
+    """One record as cells of `COLUMNS`; what did not fit shows what it would have needed."""
+    metrics, predicted = record.metrics, record.predicted
+    seconds, memory = time(predicted["mean_ms"]), format_bytes(predicted["peak_memory_bytes"])
+    start = [label(record), str(record.config["mode"])]
+    if record.status != "ok":
+        return [*start, "does not fit", seconds, "", "", "", memory]
+    peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
+    speed = [format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}"]
+    return [*start, median(record), seconds, *speed, peak, memory]
+
+
+@command(PassSettings)
+def main(settings: PassSettings) -> None:
+    """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
     device = choose_device(settings.device)
@@ -130,9 +124,7 @@ def run(settings: PassSettings) -> list[Record]:
     sizes = course_sizes(settings.year) if settings.all_sizes else (settings.size,)
     cases = {size: settings.case(size, device) for size in sizes}
     if settings.mode and not settings.all_sizes:
-        case = cases[settings.size]
-        seq = case.config.context_length
-        require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
+        cases[settings.size].require_fit(settings.size, settings.mode, usable)
     recorder = settings.recorder("e2e", device)
     bench = make_bench(settings, device, usable)
     total = sum(show_plan(bench, size, case) for size, case in cases.items())
@@ -141,16 +133,12 @@ def run(settings: PassSettings) -> list[Record]:
     for size, case in cases.items():
         for record in measure_size(bench, size, case):
             recorder.keep(record)
-    show_records(recorder.records, bench.hardware)
+    peak, copy = format_count(bench.hardware.matmul_flops), format_bytes(bench.hardware.bandwidth)
+    title = f"{bench.hardware.name}: {peak}FLOP/s and {copy}/s, {bench.hardware.source}"
+    show([Table(title, COLUMNS, list(map(row, recorder.records)))])
+    for line in remarks(recorder.records, lambda record: f"{label(record)} {record.config['mode']}"):
+        console.console().print(line)
     recorder.tell()
-    return recorder.records
-
-
-@click.command()
-@console.options(PassSettings)
-def main(**settings: Any) -> None:
-    """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
-    run(PassSettings(**settings))
 
 
 if __name__ == "__main__":

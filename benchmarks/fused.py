@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import Any
 
 import click
 import torch
@@ -11,8 +10,10 @@ import torch
 from benchmarks.lib.fused_candidates import KERNELS
 from benchmarks.lib.kernel import FORWARD, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, PEAKS, Sheet, metric
+from benchmarks.lib.options import command
+from benchmarks.lib.sheets import BEST_OTHER, HOST, PEAKS, Sheet, metric
 from benchmarks.records import Record
+from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, setting
 from cs336_systems.host.machine import choose_device
@@ -70,41 +71,23 @@ class FusedSettings(KernelSettings):
         columns = []
         for name in self.kernels():
             kernel, dtype = KERNELS[name], self.dtype or KERNELS[name].dtypes[0]
-            sizes = kernel.cpu_sizes if device.type == "cpu" else kernel.sizes
-            passes = [what for what in kernel.whats if dtype in kernel.dtypes and self.wants(what)]
-            shapes = [kernel.tiny] if self.smoke else sizes
-            columns.append([[SizedTask(name, shape, dtype, what) for what in passes] for shape in shapes])
+            shapes = (kernel.tiny,) if self.smoke else kernel.cpu_sizes if device.type == "cpu" else kernel.sizes
+            whats = kernel.whats if dtype in kernel.dtypes else ()
+            columns.append([[SizedTask(name, shape, dtype, what) for what in whats] for shape in shapes])
         return [task for row in zip_longest(*columns, fillvalue=[]) for tasks in row for task in tasks]
 
-    def why_idle(self, device: torch.device) -> str:
-        """Return the reason why there is nothing to measure, empty if there is something."""
-        kernels, names = list(dict.fromkeys(task.kernel for task in self.tasks(device))), self.kernels()
-        if not kernels:
-            return "; ".join(
-                f"{name} has no forward pass"
-                if self.dtype in (None, *KERNELS[name].dtypes)
-                else f"{name} is not measured in {self.dtype}"
-                for name in names
-            )
-        present = set(chain.from_iterable(KERNELS[name].candidates for name in kernels))
-        return self.idle(KNOWN, device, present, absent=f"no candidate for {', '.join(kernels)}")
 
-
-def run(settings: FusedSettings) -> list[Record]:
-    """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+@command(FusedSettings)
+def main(settings: FusedSettings) -> None:
+    """Time fused kernels, the unfused code, and a lower bound (a copy, or the matrix products), beside predictions."""
     if settings.smoke:
         settings = replace(settings, rounds=2)
     device = choose_device(settings.device)
     work = [(KERNELS[task.kernel], task) for task in settings.tasks(device)]
-    remark = "" if settings.smoke or not work else "on a CPU shapes are scaled down to what it computes in a moment"
-    return run_kernels("fused", settings, work, SHEET, settings.why_idle(device), remark)
-
-
-@click.command()
-@console.options(FusedSettings)
-def main(**settings: Any) -> None:
-    """Time fused kernels, the unfused code, and a lower bound (a copy, or the matrix products), beside predictions."""
-    run(FusedSettings(**settings))
+    if not work:
+        raise UserError(f"nothing to measure: {', '.join(settings.kernels())} is not measured in {settings.dtype}")
+    remark = "" if settings.smoke else "on a CPU shapes are scaled down to what it computes in a moment"
+    run_kernels("fused", settings, work, SHEET, remark)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
@@ -152,6 +154,19 @@ def noise(summary: Mapping[str, float]) -> list[str]:
     if summary["std_ms"] <= NOISY * summary["mean_ms"]:
         return []
     return [f"noisy: standard deviation {summary['std_ms'] / summary['mean_ms']:.0%} of the mean"]
+
+
+@contextmanager
+def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """The storages that autograd keeps for backward of what runs in the block, by address."""
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield saved
 
 
 class WrongResultError(UserError):

@@ -51,7 +51,7 @@ def _norm(what: str) -> Callable[[dict[str, Any]], bool]:
 
 
 def _attention(number: int, what: str) -> Callable[[dict[str, Any]], bool]:
-    wanted = Attention([OURS], 1, {}).config(OURS, attention.LEADERBOARD[number], what)
+    wanted = Attention([OURS], 1, "").config(OURS, attention.LEADERBOARD[number], what)
     return lambda config: config == wanted
 
 

@@ -17,10 +17,11 @@ from benchmarks.attention import LEADERBOARD
 from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
 from benchmarks.lib.attention_candidates import flops, gate, inputs, load_ours
-from benchmarks.lib.contest import OURS, UnavailableError, compiled, format_ms, ran_out
+from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
 from benchmarks.lib.kernel import BOTH, Function
-from benchmarks.lib.options import COUNT, RecordOptions
-from benchmarks.lib.plan import measure_once
+from benchmarks.lib.options import COUNT, RecordOptions, command
+from benchmarks.lib.plan import instead_of_kernels, measure_once
+from benchmarks.lib.workload import Case, compile_model
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError
@@ -32,14 +33,11 @@ from cs336_systems.model.precision import set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from kernels.adamw import FusedAdamW
-from kernels.launch import INTERPRETED
 
 TASK = LEADERBOARD[0]
 ATTENTION, STEP = "attention-2025", "step-2026"
 # The best of cs336's boards in 2026-11: H. Brunborg, on an H100, and K. P. Keval, on two B200.
 PUBLISHED = {ATTENTION: (5.364, "an H100"), STEP: (3837.0, "two B200")}
-INTERPRETER = "on a CPU kernels run in Triton's interpreter: the time shows no more than that they do"
-PLAIN = "on a CPU plain torch runs in the kernels' place"
 FULL = ModelConfig(
     vocab_size=151_936, context_length=32_768, d_model=4096, d_ff=11_008, num_layers=34, num_heads=32,
     positions="rotary", feed_forward="swiglu", tied_head=False, attention="flash", kernels="triton",
@@ -181,11 +179,11 @@ def run_attention(settings: LeaderboardSettings, device: torch.device, hardware:
     if device.type == "cpu":
         print(f"{ATTENTION}: not run on a CPU, where Triton has an interpreter only")
         return fields | {"status": "unsupported", "flags": ["needs a GPU"]}
-    flash: Function = compiled(load_ours(TASK, device), device)
+    flash: Function = compile_model(load_ours(TASK, device), device)
     error = gate(OURS, flash, TASK, inputs(TASK, device))
     print(f"{ATTENTION}: gate: equals float64 within {error:.1e}")
     samples = time_attention(flash, 0.1 if settings.smoke else settings.seconds, device)
-    return fields | {"samples_ms": samples, "metrics": {"gate_error": error} | published(ATTENTION)}
+    return fields | {"samples_ms": samples, "metrics": {"gate_error": error}}
 
 
 def run_step(settings: LeaderboardSettings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
@@ -212,16 +210,8 @@ def run_step(settings: LeaderboardSettings, device: torch.device, hardware: Hard
             raise
         print(f"{STEP}: out of memory although it was counted to fit; --layers {max(1, model.num_layers - 2)} may fit")
         return fields | {"status": "out-of-memory", "flags": ["out of memory"]}
-    metrics: dict[str, Any] = {"gate_error": error, "peak_memory_bytes": peak}
-    if replace(model, num_layers=FULL.num_layers) == FULL:
-        metrics |= published(STEP)
-    flags = [] if device.type == "cuda" else [INTERPRETER if INTERPRETED else PLAIN]
-    return fields | {"samples_ms": samples, "metrics": metrics, "flags": flags}
-
-
-def published(task: str) -> dict[str, Any]:
-    """The published best, as metrics."""
-    return dict(zip(("published_best_ms", "published_on"), PUBLISHED[task], strict=True))
+    flags = instead_of_kernels(Case(model, step.batch, "bf16", False, device))
+    return fields | {"samples_ms": samples, "metrics": {"gate_error": error, "peak_memory_bytes": peak}, "flags": flags}
 
 
 def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) -> Record:
@@ -233,22 +223,21 @@ def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) ->
         metrics["mfu"] = metrics["flops_per_s"] / hardware.matmul_flops
         flags = suspicions(metrics, predicted["flops"], 0.0, hardware) + fields.get("flags", [])
         fields = fields | {"metrics": metrics, "flags": flags}
-        best = "; best published, the whole task on {published_on}: " if "published_on" in metrics else ""
+        best = "; best published, the whole task on {1}: {0:,.4g} ms".format(*PUBLISHED[task])
         print(
             f"{task}: {format_ms(metrics['median_ms'])} (predicted {format_ms(predicted['median_ms'])}), "
             f"{format_count(metrics['flops_per_s'])}FLOP/s, MFU {metrics['mfu']:.0%}"
-            + (best.format(**metrics) + format_ms(metrics["published_best_ms"]) if best else "")
+            + best
+            * (fields["config"].get("d_model", FULL.d_model) == FULL.d_model)  # else it is another model's
         )
         for flag in flags:
             print(printable(f"{task}: {flag}"))
     return Record("leaderboard", environment=stamp, **fields)
 
 
-@click.command()
-@console.options(LeaderboardSettings)
-def main(**options: Any) -> None:
+@command(LeaderboardSettings)
+def main(settings: LeaderboardSettings) -> None:
     """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
-    settings = LeaderboardSettings(**options)
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
     recorder = settings.recorder("leaderboard", device)

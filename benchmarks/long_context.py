@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from benchmarks.allreduce_plot import name_ticks
 from benchmarks.harness import ratios
 from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT
@@ -142,7 +141,7 @@ def draw(path: Path) -> Path:
         ticks_at(panel, ticks, [f"{tick:,}" for tick in ticks])
         panel.set_xlabel("tokens in a sequence")
         panel.set_yscale("log", base=2)
-        name_ticks(panel.yaxis, write)
+        panel.yaxis.set_major_formatter(lambda value, _, write=write: write(value))
         tidy(panel, title)
     lines = panel.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower left", ncols=4, frameon=False, fontsize="small")

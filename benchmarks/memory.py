@@ -17,12 +17,12 @@ import click
 import torch
 from click.core import ParameterSource
 
-from benchmarks.lib.model_options import ModelOptions, model_config
+from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import model_residuals
 from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
-from benchmarks.lib.workload import Case, Workload
+from benchmarks.lib.workload import Case, ModelOptions, Workload, model_config
 from benchmarks.memory_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
@@ -51,8 +51,10 @@ class MemorySettings(ModelOptions):
     residuals: bool = setting(False, "Instead list the tensors kept for backward, block by block.")
     segments: bool = setting(False, "Instead find the best length of recomputed segments.")
 
-    def refuse_ignored(self, given: set[str]) -> None:
-        """Raises UserError if an option of those that were `given` would be ignored."""
+    def refuse_ignored(self) -> None:
+        """Raises UserError if an option that was given on the command line would be ignored."""
+        line = click.get_current_context()
+        given = {name for name in line.params if line.get_parameter_source(name) != ParameterSource.DEFAULT}
         for name, (why, others) in CLASHES.items():
             for other in given.intersection(others) if name in given else ():
                 raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one")
@@ -225,8 +227,10 @@ def show_plan(runs: list[Peak], usable: int) -> None:
     out.print(f"{format_bytes(usable)} usable; about {format_seconds(seconds)} to measure, building apart\n")
 
 
-def run(settings: MemorySettings) -> list[Record]:
-    """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+@command(MemorySettings)
+def main(settings: MemorySettings) -> None:
+    """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
+    settings.refuse_ignored()
     device = choose_device(settings.device)
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:
@@ -249,16 +253,6 @@ def run(settings: MemorySettings) -> list[Record]:
                 advance(f"{each.size} {each.mode}")
     show(sheets(recorder.records))
     recorder.tell()
-    return recorder.records
-
-
-@click.command()
-@console.options(MemorySettings)
-def main(**options: Any) -> None:
-    """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
-    settings, source = MemorySettings(**options), click.get_current_context().get_parameter_source
-    settings.refuse_ignored({name for name in options if source(name) != ParameterSource.DEFAULT})
-    run(settings)
 
 
 if __name__ == "__main__":

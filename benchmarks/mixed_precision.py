@@ -14,16 +14,13 @@ import torch
 
 from benchmarks.lib.mixed_precision_parts import (
     DTYPES,
-    PARAMETERS,
     PROBES,
-    PRODUCTS,
-    STATISTICS,
     TOY,
     Format,
     Parts,
     documented_for_cuda,
 )
-from benchmarks.lib.options import RecordOptions
+from benchmarks.lib.options import RecordOptions, command
 from benchmarks.records import Record
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -38,8 +35,9 @@ SUM_CAPTION = (
     "each partial sum to the sum's format changes. Rows of bf16 are not part of the course's exercise"
 )
 PART_CAPTION = (
-    "forward: the output of each part (the parameters themselves); backward: its gradient (of parameters: .grad). "
-    "Below the loss, what ran inside, by operator. The logits are what fc2 or head gives"
+    "forward: the output of each part (the parameters themselves); backward: its gradient (of parameters: .grad, cast "
+    "to their own dtype before it is stored or added up). Below the loss, what ran inside, by operator. The logits are "
+    "what fc2 or head gives"
 )
 CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators say of forward there, not measured"
 
@@ -126,25 +124,6 @@ def run_accumulation(device: torch.device, stamp: dict[str, Any]) -> list[Record
     return [Record("mixed_precision", config, stamp, metrics={"sums": sums})]
 
 
-def remarks(measured: Parts, documented: dict[str, str], precision: Format, device: torch.device) -> list[str]:
-    """Remarks on results of the toy model's table that are easily misread."""
-    found = []
-    products, parameters = measured[PRODUCTS].backward, measured[PARAMETERS].backward
-    if products != parameters:
-        found.append(
-            f"{precision}: backward's matrix products give {products}; a parameter's gradient is cast to its own "
-            f"{parameters} before it is stored or added up."
-        )
-    for name, other in documented.items():
-        if (here := measured[name].forward) != other:
-            found.append(
-                f"{precision}: {name} gives {here} here, on {device.type}; on CUDA it is documented to give {other}."
-            )
-    if (statistics := measured[STATISTICS].forward) != (result := measured["ln (LayerNorm)"].forward):
-        found.append(f"{precision}: LayerNorm, which gives {result}, keeps its mean and 1/std in {statistics}.")
-    return found
-
-
 def show_parts(title: str, tables: dict[Format, Parts], documented: dict[Format, dict[str, str]]) -> None:
     """One table of a model: for each precision forward and backward, and where known what is documented for CUDA."""
     heads, rows = ["part"], []
@@ -172,19 +151,15 @@ def run_dtypes(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
             metrics: dict[str, Any] = {"parts": {name: vars(part) for name, part in parts.items()}}
             if precision in documented:
                 metrics["documented_for_cuda"] = documented[precision]
-                for remark in remarks(parts, documented[precision], precision, device):
-                    console.console().print(remark, markup=False, soft_wrap=True)
             config = {"lesson": DTYPES_LESSON, "model": model, "precision": precision}
             records.append(Record("mixed_precision", config, stamp, metrics=metrics))
     return records
 
 
-@click.command()
+@command(MixedPrecisionSettings)
 @click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
-@console.options(MixedPrecisionSettings)
-def main(lesson: str, **options: Any) -> None:
+def main(settings: MixedPrecisionSettings, lesson: str) -> None:
     """Print the results of the course's sums in each number format, and the dtype of every part under autocast."""
-    settings = MixedPrecisionSettings(**options)
     device = choose_device(settings.device)
     recorder = settings.recorder("mixed_precision", device)
     stamp = environment(device, settings.commit)

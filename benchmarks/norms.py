@@ -3,17 +3,15 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import click
 import torch
 
-from benchmarks.lib.kernel import BOTH, FORWARD, DtypeName, SizedTask
+from benchmarks.lib.kernel import BOTH, DtypeName, SizedTask
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
-from benchmarks.lib.kernel_sheet import BEST_OTHER, HOST, Sheet, metric
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.row_kernels import Norm
-from benchmarks.records import Record
+from benchmarks.lib.sheets import BEST_OTHER, HOST, Sheet, metric
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
 from cs336_systems.host.machine import choose_device
@@ -36,8 +34,8 @@ SHEET = Sheet(
     ),
     "GB/s: x and y counted once (backward: x, dy and dx), weights, 1 / rms and partial weight gradients, over the "
     "median. of copy: the time of a copy that moves as many bytes, in turn with the others, over the candidate's. "
-    "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long one "
-    "call on 16 x 1024 keeps it busy; on a CPU, how long it takes",
+    "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long a "
+    "call keeps the CPU of a GPU's machine busy",
     lambda config: bool(config["pass"] == BOTH or config["dtype"] == "fp32"),  # forward alone as the course asks
 )
 
@@ -56,32 +54,23 @@ class NormSettings(KernelSettings):
         sizes: dict[DtypeName, Sequence[tuple[int, int]]] = {self.dtype or "fp32": course}
         if not self.rows and not self.columns:
             sizes = {"fp32": course, "bf16": LLM_SHAPES}
-        whats, found = list(filter(self.wants, (FORWARD, BOTH))), dict[SizedTask, None]()
+        found = dict[SizedTask, None]()
         for dtype, pairs in sizes.items():
             for rows, columns in pairs if self.dtype in (None, dtype) else ():
                 fewer = device.type == "cpu" and not self.rows
                 kept = min(rows, max(1, CPU_ELEMENTS // columns)) if fewer else rows
-                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in whats)
+                found |= dict.fromkeys(SizedTask(NORM.name, (kept, columns), dtype, what) for what in NORM.whats)
         return list(found)
 
 
-def run(settings: NormSettings) -> list[Record]:
-    """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+@command(NormSettings)
+def main(settings: NormSettings) -> None:
+    """Time normalisations forward and backward, each beside a copy of the same bytes and a prediction."""
     if settings.smoke:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
     device = choose_device(settings.device)
-    tasks, known = settings.tasks(device), list(NORM.candidates)
-    fewer = set(tasks) - set(settings.tasks(torch.device("cuda")))
-    remark = f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor" if fewer else ""
-    work, idle = [(NORM, task) for task in tasks], settings.idle(known, device, present=known)
-    return run_kernels("norms", settings, work, SHEET, idle, remark)
-
-
-@click.command()
-@console.options(NormSettings)
-def main(**settings: Any) -> None:
-    """Time normalisations forward and backward, each beside a copy of the same bytes and a prediction."""
-    run(NormSettings(**settings))
+    remark = "" if settings.rows else f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor"
+    run_kernels("norms", settings, [(NORM, task) for task in settings.tasks(device)], SHEET, remark)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 import torch
@@ -17,8 +17,7 @@ import torch
 from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
-from benchmarks.lib.model_options import ModelOptions
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,
@@ -29,11 +28,10 @@ from benchmarks.lib.profiling_record import (
     predicted,
 )
 from benchmarks.lib.turns import ADAMW, check
-from benchmarks.lib.workload import Case, compile_model
+from benchmarks.lib.workload import Case, ModelOptions, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -44,7 +42,6 @@ from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.report import write_report
 from cs336_systems.profiling.trace import trace_name
-from cs336_systems.train.timers import Timers, timer_line
 from cs336_systems.zero import WRAPPERS
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
@@ -88,7 +85,7 @@ class ProfilingSettings(ModelOptions):
 
 
 def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Group, folder: Path) -> list[Event]:
-    """Warm up, and profile the steps after that, timing their phases as well; returns the collectives of one step."""
+    """Warm up, and profile the steps after that; returns the collectives of one step."""
     device, model = case.device, case.make_model(case.config)
     trained = build(model, torch.optim.AdamW, ADAMW)
     run = compile_model(model, device) if case.compiled else trained.model
@@ -99,27 +96,21 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
         tags=not case.compiled, nvtx=settings.nvtx,
         meta={"size": settings.size, "wrapper": settings.chosen(group.size()), "device": device_name(device)},
     )  # fmt: skip
-    timers = Timers(device, group)
     snapshot = memory_snapshot(folder / SNAPSHOT) if device.type == "cuda" and group.rank() == 0 else nullcontext()
     with capture, snapshot, console.progress("steps", capture.total, quiet=group.rank() > 0) as advance:
         for _ in range(capture.total):
-            if capture.taken == settings.warmup:
-                timers.reset()
             with capture.step(), record() as events:
-                with capture.phase("forward"), timers("forward-compute"), autocast(device, case.precision):
+                with capture.phase("forward"), autocast(device, case.precision):
                     loss = lm_loss(run, tokens, targets)
-                with capture.phase("backward"), timers("backward-compute"):
+                with capture.phase("backward"):
                     loss.backward()
                 del loss
-                with capture.phase("synchronise"), timers("backward-params-finish"):
+                with capture.phase("synchronise"):
                     trained.finish()
-                with capture.phase("optimizer"), timers("optimizer"):
+                with capture.phase("optimizer"):
                     trained.optimizer.step()
                     trained.optimizer.zero_grad()
             advance("" if capture.taken > settings.warmup else "warming up")
-    line = timer_line(timers.by_rank(), settings.steps, minmax=True)
-    if group.rank() == 0:
-        print(f"timers of a step, the profiler's cost included, (least, most) over the ranks:\n{line}")
     return events
 
 
@@ -132,8 +123,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
     wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
     build = BUILDS[wrapper]
     share = place.local_world_size if device.type == "cpu" else 1
-    seq, usable = case.config.context_length, usable_memory(device) // share
-    require_fit(settings.size, case.config, case.batch, seq, "step", case.needs, usable, modes=())
+    case.require_fit(settings.size, "step", usable_memory(device) // share, modes=())
     with distributed(device, backend, settings.timeout, place) as group:
         first = group.rank() == 0
         error, tolerance = check_model(case)
@@ -163,11 +153,10 @@ def work(place: Place, settings: ProfilingSettings) -> None:
                 recorder.tell()
 
 
-@click.command()
-@console.options(ProfilingSettings)
-def main(**options: Any) -> None:
+@command(ProfilingSettings)
+def main(settings: ProfilingSettings) -> None:
     """Profile training steps on all ranks; write traces, tables, flame graph, memory, overlap and timeline."""
-    settings, here = ProfilingSettings(**options), find_place()
+    here = find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
     device = choose_device(settings.device)
     settings.case(settings.size, device)

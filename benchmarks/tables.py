@@ -7,16 +7,16 @@ import click
 
 from benchmarks import checkpoints, long_context, memory_tables
 from benchmarks.cost_tables import cost_tables
+from benchmarks.e2e import COLUMNS, label, row
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
-from benchmarks.lib.sheets import day, groups, machine, median, pages
+from benchmarks.lib.sheets import day, groups, machine, pages
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.records import RESULTS, Record, shown
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import DEFAULT_YEAR, preset
@@ -29,7 +29,6 @@ FIRST = {
     "checkpoints": "python -m benchmarks.checkpoints",
     "context": "python -m benchmarks.long_context",
 }
-COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
 def passes(records: list[Record]) -> list[Table]:
@@ -51,24 +50,6 @@ def chosen(record: Record) -> list[str]:
     usual["kernels"] = model.kernels
     usual |= {"compile": False, "recompute": "none", "warmup": PassSettings.warmup}
     return [f"{name} {config[name]}" for name in usual if config.get(name, usual[name]) != usual[name]]
-
-
-def label(record: Record) -> str:
-    """The size, and what one pass takes."""
-    config = record.config
-    return f"{config['size']} {config['batch_size']} x {config['context']}"
-
-
-def row(record: Record) -> list[str]:
-    """One record as cells; what did not fit shows what it would have needed."""
-    metrics, predicted = record.metrics, record.predicted
-    time, memory = format_seconds(predicted["mean_ms"] / 1e3), format_bytes(predicted["peak_memory_bytes"])
-    start = [label(record), str(record.config["mode"])]
-    if record.status != "ok":
-        return [*start, "does not fit", time, "", "", "", memory]
-    peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-    speed = [format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}"]
-    return [*start, median(record), time, *speed, peak, memory]
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:

@@ -1,9 +1,8 @@
 """Candidates of `benchmarks.attention`: their FLOPs, their memory, and the check of results before timing."""
 
 import math
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Phases
-from benchmarks.lib.contest import OURS, UnavailableError, compiled, spread
+from benchmarks.lib.contest import OURS, UnavailableError, spread
 from benchmarks.lib.kernel import (
     BACKWARD,
     BOTH,
@@ -29,6 +28,7 @@ from benchmarks.lib.kernel import (
     require_few,
     tolerance,
 )
+from benchmarks.lib.workload import compile_model
 from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
 from kernels.tiled_attention import TiledAttentionFunction
@@ -38,8 +38,6 @@ GATE_QUERIES = 16
 STAGES = 10
 # Of two matrix products backward makes four, and computes the scores a second time: 2.5 times forward's FLOPs.
 BACKWARD_FLOPS = 2.5
-
-NO_KERNEL = ("No available kernel", "No viable backend")  # how PyTorch's own refuse, by version
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,7 @@ class AttentionTask:
     backward: bool = True  # with a backward, or a forward that keeps nothing for one
 
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}{' causal' * self.causal}"
-
-    @property
-    def shape(self) -> str:
-        """`8 x 1024 x 64`."""
-        return f"{self.batch} x {self.seq} x {self.dim}"
+        return f"{self.batch} x {self.seq} x {self.dim} {self.dtype}{' causal' * self.causal}"
 
 
 def flops(task: AttentionTask, what: str) -> float:
@@ -102,7 +95,7 @@ def load_eager(task: AttentionTask, device: torch.device) -> Function:
 
 def load_compiled(task: AttentionTask, device: torch.device) -> Function:
     """Load the course's attention, compiled by torch.compile."""
-    return compiled(load_eager(task, device), device)
+    return compile_model(load_eager(task, device), device)
 
 
 def load_tiled(task: AttentionTask, device: torch.device) -> Function:
@@ -118,22 +111,12 @@ def load_ours(task: AttentionTask, device: torch.device) -> Function:
 
 
 def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
-    """Load one of PyTorch's own kernels. Raises UnavailableError if it does not take such inputs on this device."""
+    """Load one of PyTorch's own. It raises RuntimeError for inputs that it does not take."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=task.causal)[0]
 
-    probe = torch.zeros(3, task.batch, task.seq, task.dim, dtype=DTYPES[task.dtype], device=device)
-    if backend != SDPBackend.MATH:  # MATH takes any input, and much memory
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each says why it refuses
-            try:
-                attend(*probe.requires_grad_(task.backward))
-            except RuntimeError as error:
-                if not str(error).startswith(NO_KERNEL):
-                    raise
-                raise UnavailableError(f"does not take {task.dtype} of this shape on {device.type}") from None
     return attend
 
 
@@ -180,19 +163,14 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
 class Attention(Kernel):
     """Attention: forward, and backward by itself, of one call."""
 
-    name = "attention"
     floor = ""
-    times_host = False
     flops = staticmethod(flops)
     peak_bytes = staticmethod(peak_bytes)
     gate = staticmethod(gate)
     inputs = staticmethod(inputs)
 
-    def __init__(
-        self, candidates: Sequence[str], rounds: int, published: Mapping[AttentionTask, dict[str, float]]
-    ) -> None:
-        self.candidates = {name: load for name, load in CANDIDATES.items() if name in candidates}
-        self.rounds, self.published = rounds, published
+    def __init__(self, candidates: Sequence[str], rounds: int, name: str) -> None:
+        self.candidates, self.rounds, self.name = {each: CANDIDATES[each] for each in candidates}, rounds, name
 
     def config(self, name: str, task: AttentionTask, what: str) -> dict[str, Any]:
         shape = asdict(task)
@@ -203,9 +181,6 @@ class Attention(Kernel):
 
     def moved(self, task: AttentionTask, device: torch.device) -> int:
         return 0
-
-    def few(self, task: AttentionTask) -> AttentionTask:
-        return replace(task, grid="gate", batch=1, seq=32, backward=True)
 
     def phases(self, name: str, function: Function, task: AttentionTask, inputs: Inputs) -> Phases:
         """Forward, and the backward of its latest output."""

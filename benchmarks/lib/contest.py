@@ -3,16 +3,15 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Phases, Timer, WrongResultError, interleave, ratios
-from benchmarks.lib.workload import compile_model
 from benchmarks.records import Status
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_seconds
@@ -24,30 +23,12 @@ SAMPLE_MS = 5.0  # a sample is the median of as many calls as fit into this,
 MOST_CALLS = 20  # and of no more than these
 SLEEP_CYCLES = 2.0e9  # of a GPU in a second, at most
 LONGEST_LEAD = 0.01  # seconds that a GPU sleeps ahead of a call, at most
-FEWEST_ROUNDS = 3
-UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
-LATENCY = 1e-3  # seconds of a call that a larger shape does not lengthen
+NO_KERNEL = ("No available kernel", "No viable backend")  # how PyTorch's own attention refuses, by version
 DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin what the driver says
 
 
 class UnavailableError(Exception):
     """A candidate is not installed here, or does not take such inputs."""
-
-
-def peer(package: str, module: str, name: str) -> Any:
-    """Import a name of another project. Raises UnavailableError if that fails."""
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
-        raise UnavailableError(missing) from None
-    except (ImportError, AttributeError) as error:
-        raise UnavailableError(f"{package}: {error}") from None
-
-
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile a function by torch.compile, for one shape. Raises UserError if there is no compiler."""
-    return compile_model(function, device)  # type: ignore[arg-type]  # torch.compile takes either
 
 
 def format_ms(milliseconds: float) -> str:
@@ -65,25 +46,10 @@ class Entry:
     """A candidate that passed the gate: its phases, and the samples in milliseconds that each has collected."""
 
     phases: Phases
-    gate_error: float
     metrics: dict[str, Any] = field(default_factory=dict)
     calls: int = 1
     lead: float = 0.0  # seconds for which the GPU is kept busy ahead of a call
     samples: dict[str, list[float]] = field(default_factory=dict)
-
-    def once(self) -> None:
-        """Run every phase."""
-        for run in self.phases.values():
-            run()
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Reason why a candidate has no time; `fault` if it should have one."""
-
-    status: Status
-    reason: str
-    fault: bool = False
 
 
 def ran_out(error: Exception) -> bool:
@@ -92,18 +58,23 @@ def ran_out(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (driver or out_of_memory(error))
 
 
-def refuse(name: str, error: Exception) -> Refusal:
-    """Reason to drop a candidate, from its error; raises it again if the device is lost for all."""
+def refuse(name: str, error: Exception, faults: list[str]) -> tuple[Status, str]:
+    """Status and reason of a candidate without a time, from its error; what is wrong with ours is added to `faults`.
+    Raises the error again if the device is lost for all."""
     if ran_out(error):
-        return Refusal("out-of-memory", "out of memory")
+        return "out-of-memory", "out of memory"
     if any(who in str(error) for who in DRIVER):
         raise error
     if isinstance(error, WrongResultError):
-        return Refusal("unsupported", f"wrong result: {error}", fault=True)
+        faults.append(f"wrong result: {error}")
+        return "unsupported", faults[-1]
     reason = next(iter(str(error).splitlines()), "")
-    if isinstance(error, UnavailableError | UserError):
-        return Refusal("unsupported", reason)
-    return Refusal("unsupported", f"{type(error).__name__}: {reason}"[:300], fault=not name.startswith(FOREIGN))
+    if reason.startswith(NO_KERNEL):
+        return "unsupported", "PyTorch has no such kernel for these inputs"
+    if not isinstance(error, UnavailableError | UserError):
+        reason = f"{type(error).__name__}: {reason}"[:300]
+        faults += [] if name.startswith(FOREIGN) else [f"{name}: {reason}"]
+    return "unsupported", reason
 
 
 class Stopwatch:
@@ -120,24 +91,13 @@ class Stopwatch:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.filler = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
-    def wait(self) -> None:
-        """Wait until the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def host_seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Host seconds for one of `calls` calls back to back; on a GPU they are launched and not awaited."""
-        times = []
-        for _ in range(3):
-            self.wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times.append((time.perf_counter() - start) / calls)
-            if times[-1] > LONGEST_LEAD:
-                break
-        self.wait()
-        return min(times)
+    def host_seconds(self, entry: Entry) -> float:
+        """Seconds for which a call keeps the host busy; the GPU's work is not awaited."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for run in entry.phases.values():
+            run()
+        return time.perf_counter() - start
 
     def laps(self, entry: Entry) -> dict[str, list[float]]:
         """The milliseconds of each phase in each of the entry's calls."""
@@ -162,54 +122,31 @@ class Stopwatch:
     def settle(self, entry: Entry) -> None:
         """Choose the number of calls per sample, and the time by which the host has to run ahead."""
         if self.device.type == "cuda":
-            entry.lead = min(2 * self.host_seconds(entry.once), LONGEST_LEAD)
+            seconds = min(self.host_seconds(entry) for _ in range(3))
+            entry.metrics["host_us"], entry.lead = 1e6 * seconds, min(2 * seconds, LONGEST_LEAD)
         lap = sum(times[0] for times in self.laps(entry).values())
         entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
 
 
 @dataclass
-class Patience:
-    """Expected time of a candidate on a shape: its prediction, times the ratio of its last time to the prediction."""
-
-    seconds: float
-    slowness: dict[str, float] = field(default_factory=dict)
-
-    def expected(self, name: str, predicted: float) -> float:
-        """Seconds of one call."""
-        return predicted * self.slowness.get(name, 1.0)
-
-    def learn(self, name: str, predicted: float, measured: float) -> None:
-        """Remember a measurement; both in seconds."""
-        self.slowness[name] = max(1.0, (measured - LATENCY) / predicted)
-
-    def objection(self, name: str, predicted: float) -> str:
-        """Reason to leave out a candidate for which even the fewest rounds take too long, else empty."""
-        expected = self.expected(name, predicted)
-        fits = (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds
-        return "" if fits else f"about {format_ms(1e3 * expected)} a call"
-
-    def rounds(self, names: Iterable[str], predicted: float, wanted: int) -> int:
-        """Number of rounds: as many as wanted, or as fit the time limit."""
-        a_round = sum(max(self.expected(name, predicted), SAMPLE_MS / 1e3) for name in names)
-        return max(FEWEST_ROUNDS, min(wanted, int(self.seconds / a_round))) if wanted > FEWEST_ROUNDS else wanted
-
-
 class Contest:
-    """The candidates for one shape: those that take turns, and those that were refused and why."""
+    """The candidates for one shape: those that take turns, and those that were refused, with status and reason."""
 
-    def __init__(self, clock: Stopwatch) -> None:
-        self.clock = clock
-        self.entries: dict[str, Entry] = {}
-        self.refusals: dict[str, Refusal] = {}
+    clock: Stopwatch
+    faults: list[str]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
 
     def enter(self, name: str, prepare: Callable[[], Entry]) -> None:
         """Let a candidate in if it can be prepared, which includes its gate."""
         try:
-            entry = prepare()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's attention has one for every reason why it refuses
+                entry = prepare()
             self.clock.settle(entry)
             self.entries[name] = entry
         except Exception as error:  # a peer may raise anything; the others are still to be measured
-            self.refusals[name] = refuse(name, error)
+            self.refusals[name] = refuse(name, error, self.faults)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -220,12 +157,12 @@ class Contest:
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            self.refusals |= {name: refuse(name, error) for name in self.entries}
+            self.refusals |= {name: refuse(name, error, self.faults) for name in self.entries}
             self.entries.clear()
 
-    def against_others(self, name: str, what: str, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    def against_others(self, name: str, what: str, ignored: str = "") -> dict[str, Any]:
         """The fastest other candidate, and the ratio of the times to it pair by pair; empty if there is none."""
-        others = {other: entry.samples[what] for other, entry in self.entries.items() if other not in (name, *ignored)}
+        others = {other: entry.samples[what] for other, entry in self.entries.items() if other not in (name, ignored)}
         if not others:
             return {}
         best = min(others, key=lambda other: statistics.median(others[other]))

@@ -6,7 +6,6 @@ from itertools import cycle
 from operator import attrgetter
 from typing import Any
 
-from benchmarks.allreduce_plot import name_ticks
 from benchmarks.collective import size_name
 from benchmarks.lib.sheets import groups
 from benchmarks.records import Record
@@ -61,7 +60,7 @@ def draw(records: Sequence[Record]) -> Any:
     _over_factor(dropped, sort, "dropped_share", "{} experts")
     dropped.set_ylim(bottom=0)
     dropped.set_ylabel("choices that find no slot")
-    name_ticks(dropped.yaxis, lambda value: f"{value:.0%}")
+    dropped.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     tidy(dropped, "Dropped")
     figure.suptitle(
         f"Expert layers, {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
@@ -98,7 +97,7 @@ def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = ""
         axes.plot(list(map(factor, line)), [record.metrics[key] for record in line], **look)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("capacity: slots of all experts / tokens")
-    name_ticks(axes.xaxis, lambda value: f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _name_steps(axes: Any, label: str, name: Callable[[float], str]) -> None:
@@ -107,5 +106,5 @@ def _name_steps(axes: Any, label: str, name: Callable[[float], str]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel(label)
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    name_ticks(axes.yaxis, name)
+    axes.yaxis.set_major_formatter(lambda value, _: name(value))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())

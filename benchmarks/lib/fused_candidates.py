@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import require_close
+from benchmarks.harness import Phases, require_close
 from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
@@ -50,8 +50,7 @@ class CrossEntropy(Kernel):
     sizes_are = ("tokens", "d_model", "vocab")
     sizes = ((4096, 4096, 128_256), (8192, 4096, 128_256), (16384, 1600, 50_257))
     cpu_sizes = ((512, 512, 16_032), (1024, 512, 16_032), (2048, 200, 6282))
-    tiny = (64, 32, 500)
-    interpreted = (8, 16, 100)
+    tiny = (8, 16, 100)
     floor = MATMULS
     results = ("loss",)
     candidates: Mapping[str, Load] = {
@@ -90,15 +89,6 @@ class CrossEntropy(Kernel):
             return inputs + min(tokens, chunk) * vocab * item + (hidden + weight if learns else 0)
         kept = 2 if name == "compiled" or not learns else 3
         return inputs + kept * logits + (hidden + weight if learns else 0)
-
-    def other_bytes(self, task: SizedTask) -> int:
-        """The floor's logits, of padded rows, and its results."""
-        tokens, d_model, vocab = task.sizes
-        return (tokens * (vocab + 64) + 2 * (tokens + vocab) * d_model) * task.itemsize
-
-    def gate_bytes(self, task: SizedTask) -> int:
-        """Bytes in float64 of the weight, its gradient, the candidate's and their difference."""
-        return 4 * 8 * task.sizes[1] * task.sizes[2]
 
     def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
         """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
@@ -159,7 +149,6 @@ class AdamWStep(Kernel):
     sizes = ((12, 768, 50_257),)
     cpu_sizes = ((4, 256, 8192),)
     tiny = (1, 16, 64)
-    interpreted = (1, 16, 64)
     dtypes = ("fp32",)
     whats = (UPDATE,)
     options: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -181,14 +170,6 @@ class AdamWStep(Kernel):
     def peak_bytes(self, name: str, task: SizedTask) -> int:
         """16 bytes per parameter, the shared values, and temporaries of an operation on all tensors at once."""
         return (24 if name == "torch-foreach" else 20) * self.parameters(task)
-
-    def other_bytes(self, task: SizedTask) -> int:
-        """The copy's tensors, and the other candidates' parameters and moments."""
-        return (28 + 12 * (len(self.candidates) - 1)) * self.parameters(task)
-
-    def gate_bytes(self, task: SizedTask) -> int:
-        """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
-        return (4 * 8 + 20) * self.parameters(task)
 
     def inputs(self, task: SizedTask, device: torch.device) -> Inputs:
         """Values of a model's parameters, and their gradients, which all candidates share."""
@@ -214,8 +195,8 @@ class AdamWStep(Kernel):
             error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
         return error
 
-    def make_pass(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> Callable[[], object]:
-        return function(parameters(inputs)).step
+    def phases(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> Phases:
+        return {task.what: function(parameters(inputs)).step}
 
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CrossEntropy(), SwiGLU(), AddRMSNorm(), AdamWStep())}

@@ -2,16 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.harness import Phases, require_close
-from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError, compiled, peer
+from benchmarks.harness import Phases, require_close, saved_storages
+from benchmarks.lib.contest import Entry, Stopwatch, UnavailableError
+from benchmarks.lib.workload import compile_model
 from cs336_systems.host.machine import PeakMemory
 from kernels.launch import HAVE_TRITON
 
@@ -38,12 +39,7 @@ class SizedTask:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.shape} {self.dtype} {self.what}"
-
-    @property
-    def shape(self) -> str:
-        """`50000 x 1024`."""
-        return " x ".join(map(str, self.sizes))
+        return f"{self.kernel} {' x '.join(map(str, self.sizes))} {self.dtype} {self.what}"
 
     @property
     def itemsize(self) -> int:
@@ -85,12 +81,11 @@ class Kernel(ABC):
     """Description of a kernel: candidates, costs, lower bound, and how to check a result. Here are those of a kernel
     each of whose tasks is one pass (`SizedTask`)."""
 
-    name: ClassVar[str]
+    name: str
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
     sizes: ClassVar[tuple[Sizes, ...]]  # that are measured
     cpu_sizes: ClassVar[tuple[Sizes, ...]]
-    tiny: ClassVar[Sizes] = (64, 128)  # of a smoke run
-    interpreted: ClassVar[Sizes] = (8, 64)  # of the gate in Triton's interpreter
+    tiny: ClassVar[Sizes] = (8, 64)  # of a smoke run
     dtypes: ClassVar[tuple[DtypeName, ...]] = ("bf16", "fp32")  # the first is the default
     whats: ClassVar[tuple[str, ...]] = (FORWARD, BOTH)
     results: ClassVar[Sequence[str]] = ("y",)
@@ -98,10 +93,8 @@ class Kernel(ABC):
     fraction: ClassVar[str] = "floor_fraction"  # metric of the floor's time over the candidate's
     rounds: int = 15
     candidates: Mapping[str, Load]
-    published: Mapping[Any, Mapping[str, float]] = {}  # results of all passes of a task together, as metrics
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
     predicts_peak: ClassVar[bool] = True  # otherwise `peak_bytes` is a lower bound, and not recorded
-    times_host: ClassVar[bool] = True  # measures for how long a call keeps the host of a GPU busy
 
     def config(self, name: str, task: Any, what: str) -> dict[str, Any]:
         """Settings that identify the measurement of a pass."""
@@ -124,21 +117,9 @@ class Kernel(ABC):
     def peak_bytes(self, name: str, task: Any) -> int:
         """Peak bytes of a candidate, inputs and results included."""
 
-    def other_bytes(self, task: Any) -> int:
-        """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
-        return self.moved(task, torch.device("cpu"))
-
-    def gate_bytes(self, task: Any) -> int:
-        """Bytes that the check of results needs, if more than the pass."""
-        return 0
-
     def bytes_needed(self, name: str, task: Any) -> int:
-        """Bytes that have to be free for a candidate to take part."""
-        return max(self.peak_bytes(name, task), self.gate_bytes(task)) + self.other_bytes(task)
-
-    def few(self, task: Any) -> Any:
-        """A shape for the check in Triton's interpreter."""
-        return replace(task, sizes=self.interpreted)
+        """Bytes that have to be free for a candidate to take part, beside the lower bound's tensors."""
+        return self.peak_bytes(name, task) + self.moved(task, torch.device("cpu"))
 
     @abstractmethod
     def inputs(self, task: Any, device: torch.device) -> Any:
@@ -152,20 +133,16 @@ class Kernel(ABC):
         """The inputs of a candidate that have gradients."""
         return inputs.leaves
 
-    def make_pass(self, name: str, function: Function, task: Any, inputs: Any) -> Callable[[], object]:
-        """Return the function to time, without arguments."""
+    def phases(self, name: str, function: Function, task: Any, inputs: Any) -> Phases:
+        """Functions to time one after the other, without arguments."""
         leaves, count = list(self.leaves(name, inputs).values()), len(inputs.grads)
         given = (*leaves, *inputs.others)
         if not count:
-            return lambda: function(*given)
-        return lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)
-
-    def phases(self, name: str, function: Function, task: Any, inputs: Any) -> Phases:
-        """Functions to time one after the other, without arguments."""
-        return {task.what: self.make_pass(name, function, task, inputs)}
+            return {task.what: lambda: function(*given)}
+        return {task.what: lambda: torch.autograd.grad(as_tuple(function(*given))[:count], leaves, inputs.grads)}
 
     def prepare(self, clock: Stopwatch, name: str, task: Any, inputs: Any) -> Entry:
-        """Check a candidate, and measure its memory and the host time of a call. Raises the error that keeps it out.
+        """Check a candidate, and measure its memory. Raises the error that keeps it out.
 
         On a CPU, the memory of a compiled candidate is unknown: the compiler itself was in the process.
         """
@@ -175,24 +152,28 @@ class Kernel(ABC):
         function = self.candidates[name](task, device)
         if name in self.in_place:
             inputs = self.inputs(task, device)  # of its own
-        error = self.gate(name, function, task, inputs)
+        metrics: dict[str, Any] = {"gate_error": self.gate(name, function, task, inputs), "peak_memory_bytes": None}
         memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
-        entry = Entry(self.phases(name, function, task, inputs), error, {"peak_memory_bytes": None})
+        entry = Entry(self.phases(name, function, task, inputs), metrics)
         first, *rest = entry.phases.values()
         if rest:
-            entry.metrics["before_backward_bytes"] = None
+            metrics["before_backward_bytes"] = None
         else:
-            entry.once()  # an optimizer makes its state
-        if on_gpu and self.times_host:
-            entry.metrics["host_us"] = 1e6 * clock.host_seconds(entry.once)
+            first()  # an optimizer makes its state
         if on_gpu or name != "compiled":
             memory.reset()
-            if rest:
-                entry.metrics["before_backward_bytes"] = kept_bytes(first, device, others)
+            if rest and on_gpu:
+                first()
+                metrics["before_backward_bytes"] = torch.cuda.memory_allocated(device) - others
+            elif rest:
+                with saved_storages() as saved:
+                    first()
+                metrics["before_backward_bytes"] = sum(storage.nbytes() for storage in saved.values())
+                saved.clear()
             for run in rest or [first]:
                 run()
             peak = memory.read()
-            entry.metrics["peak_memory_bytes"] = None if peak is None else peak - others
+            metrics["peak_memory_bytes"] = None if peak is None else peak - others
         return entry
 
     def make_floor(self, task: Any, device: torch.device) -> Callable[[], object]:
@@ -237,23 +218,6 @@ def require_few(
     return error
 
 
-def kept_bytes(forward: Callable[[], object], device: torch.device, others: int) -> int:
-    """Bytes in use after a forward, which is run for it, besides `others`; on a CPU those of the storages that it keeps
-    for its backward."""
-    if device.type == "cuda":
-        forward()
-        return torch.cuda.memory_allocated(device) - others
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward()
-    return sum(kept.values())
-
-
 def always(function: Function) -> Load:
     """Make a candidate that needs only torch."""
     return lambda task, device: function
@@ -261,7 +225,7 @@ def always(function: Function) -> Load:
 
 def compiling(function: Function) -> Load:
     """Make a candidate of torch.compile."""
-    return lambda task, device: compiled(function, device)
+    return lambda task, device: compile_model(function, device)
 
 
 def ours(function: Function) -> Load:
@@ -280,7 +244,13 @@ def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> 
     """Make a candidate of another project's function, which takes `more` after the inputs."""
 
     def load(task: object, device: torch.device) -> Function:
-        found = peer(package, module, name)
+        try:
+            found = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
+            raise UnavailableError(missing) from None
+        except (ImportError, AttributeError) as error:
+            raise UnavailableError(f"{package}: {error}") from None
         function = getattr(found, "apply", found)
         return lambda *inputs: function(*inputs, *more, **options)
 

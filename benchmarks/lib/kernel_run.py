@@ -3,7 +3,7 @@
 import ctypes
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -12,23 +12,24 @@ import click
 import torch
 
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
-from benchmarks.lib.contest import OURS, UNTIMED, Contest, Entry, Patience, Refusal, Stopwatch, UnavailableError
+from benchmarks.lib.contest import OURS, SAMPLE_MS, Contest, Entry, Stopwatch, format_ms
 from benchmarks.lib.kernel import DtypeName, Kernel
-from benchmarks.lib.kernel_sheet import Sheet
 from benchmarks.lib.options import Recorder, RecordOptions
 from benchmarks.lib.plan import measure_once
+from benchmarks.lib.sheets import Sheet
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
-from cs336_systems.host.text import printable
 from cs336_systems.model.precision import set_matmul_precision
-from kernels.launch import INTERPRETED
 
 ONE_CANDIDATE = "Only this candidate; may be repeated.  [default: all]"
-INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
+INTERPRETER = "not timed on a CPU, where Triton has an interpreter only, in which tests/kernels check it"
+UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
+FEWEST_ROUNDS = 3  # unless --rounds asks for fewer
+LATENCY_MS = 1.0  # of a call, that a larger shape does not lengthen
 
 Work = Sequence[tuple[Kernel, Any]]  # kernels with their tasks, in the order in which they are timed
 
@@ -38,8 +39,6 @@ class KernelSettings(RecordOptions):
     """Options of a benchmark of kernels."""
 
     dtype: DtypeName | None = setting(None, "Dtype of the inputs.  [default: each shape's own]")
-    forward: bool = setting(False, "Forward passes only.")
-    backward: bool = setting(False, "Forward with backward passes only.")
     candidate: tuple[str, ...] = setting((), ONE_CANDIDATE)
     rounds: int | None = setting(
         None, "Turns of each candidate.  [default: as the write-up needs]", type=click.IntRange(2)
@@ -50,10 +49,6 @@ class KernelSettings(RecordOptions):
     budget: float | None = setting(None, "Seconds after which no further shape is measured.", type=click.FloatRange(0))
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
-    def wants(self, what: str) -> bool:
-        """True if a pass was asked for: both kinds, unless one of the flags is given."""
-        return self.forward == self.backward or self.forward == (what == "forward")
-
     def chosen(self, known: Iterable[str]) -> list[str]:
         """The candidates that were asked for."""
         return [name for name in known if name in self.candidate or not self.candidate]
@@ -62,12 +57,6 @@ class KernelSettings(RecordOptions):
         """Candidates that are not timed here, with the reason for each."""
         ours = {OURS: INTERPRETER} if device.type == "cpu" else {}
         return ours | ({"compiled": "left out of smoke runs, which it would make long"} if self.smoke else {})
-
-    def idle(self, known: Iterable[str], device: torch.device, present: Collection[str], absent: str = "") -> str:
-        """Reason why no candidate is timed, empty if one is; those that are not `present` are `absent`."""
-        out = self.left_out(device)
-        reasons = {name: out.get(name, "") if name in present else absent for name in self.chosen(known)}
-        return "; ".join(f"{name} is {reason}" for name, reason in reasons.items()) if all(reasons.values()) else ""
 
 
 def keep_pages(device: torch.device) -> dict[str, bool]:
@@ -87,7 +76,8 @@ class Session:
     def __init__(self, benchmark: str, settings: KernelSettings, recorder: Recorder, device: torch.device) -> None:
         self.benchmark, self.settings, self.recorder, self.device = benchmark, settings, recorder, device
         self.stamp = environment(device, settings.commit) | keep_pages(device)
-        self.clock, self.patience, self.usable = Stopwatch(device), Patience(settings.patience), usable_memory(device)
+        self.clock, self.usable = Stopwatch(device), usable_memory(device)
+        self.slowness: dict[tuple[str, str, str], float] = {}  # a candidate's last time over its prediction
         self.notes: dict[str, list[str]] = {}  # shapes by the remark below the table that applies to them
         self.faults: list[str] = []
 
@@ -105,44 +95,47 @@ class Session:
         the largest that was measured, and bytes at the rate of a large copy. A floor of products moves no bytes."""
         flops = kernel.flops(task, what)
         moved = 0 if flops and name == kernel.floor else kernel.moved(task, self.device)
-        predicted, seconds, terms = dict[str, Any](), 0.0, []
+        predicted: dict[str, Any] = {"median_ms": 0.0}
         for unit, amount, rate, value in (
             ("flops", flops, "peak_flops_per_s", lambda: self.hardware(task.dtype).matmul_flops),
             ("bytes", moved, "bandwidth_bytes_per_s", lambda: self.hardware("fp32").bandwidth),
         ):
             if amount:
                 predicted |= {unit: amount, rate: (per_second := value())}
-                seconds += amount / per_second
-                terms.append(f"{unit} / {rate}")
-        predicted = {"median_ms": 1e3 * seconds} | predicted | {"formula": " + ".join(terms)}
+                predicted["median_ms"] += 1e3 * amount / per_second
         if name != kernel.floor and kernel.predicts_peak:
             predicted["peak_memory_bytes"] = kernel.peak_bytes(name, task)
         return predicted
 
-    def seconds_of(self, kernel: Kernel, task: Any) -> float:
-        """The predicted seconds of one call of all passes, of the floor if there is one."""
-        return float(self.predict(kernel, task, kernel.floor, kernel.passes(task)[-1])["median_ms"]) / 1e3
+    def seconds_of(self, kernel: Kernel, task: Any, name: str = "") -> float:
+        """Expected seconds of a candidate's call of all passes: as predicted for the lower bound, or for one without,
+        times as long as the candidate's last shape took over its prediction."""
+        predicted = self.predict(kernel, task, kernel.floor, kernel.passes(task)[-1])["median_ms"] / 1e3
+        return float(predicted * self.slowness.get((name, kernel.name, task.dtype), 1.0))
 
     def compare(self, kernel: Kernel, task: Any) -> None:
         """Gate, time and record every candidate on one shape."""
-        contest, playing, inputs = Contest(self.clock), [], cache(partial(kernel.inputs, task, self.device))
-        seconds = self.seconds_of(kernel, task)
+        contest, inputs = Contest(self.clock, self.faults), cache(partial(kernel.inputs, task, self.device))
+        a_round, patience = 0.0, self.settings.patience
         for name in self.names(kernel):
+            expected = self.seconds_of(kernel, task, name)
             if (need := kernel.bytes_needed(name, task)) > self.usable:
                 reason = f"needs {format_bytes(need)}, {format_bytes(self.usable)} usable"
-                contest.refusals[name] = Refusal("out-of-memory", reason)
-            elif objection := self.patience.objection(pace(name, kernel, task), seconds):
-                self.notes.setdefault(f"{name} left out, too slow for --patience", []).append(f"{task}, {objection}")
+                contest.refusals[name] = "out-of-memory", reason
+            elif (UNTIMED + FEWEST_ROUNDS) * expected > patience:
+                objection = f"{task}, about {format_ms(1e3 * expected)} a call"
+                self.notes.setdefault(f"{name} left out, too slow for --patience", []).append(objection)
             else:
                 contest.enter(name, lambda: kernel.prepare(self.clock, name, task, inputs()))  # noqa: B023
-                playing.append(pace(name, kernel, task))
+                a_round += max(expected, SAMPLE_MS / 1e3)
         if contest.entries:
             if kernel.floor:
                 whole = kernel.passes(task)[-1]
-                contest.enter(kernel.floor, lambda: Entry({whole: kernel.make_floor(task, self.device)}, 0.0))
-            contest.play(self.patience.rounds(playing, seconds, self.settings.rounds or kernel.rounds))
+                contest.enter(kernel.floor, lambda: Entry({whole: kernel.make_floor(task, self.device)}))
+            wanted = self.settings.rounds or kernel.rounds
+            contest.play(min(wanted, max(FEWEST_ROUNDS, int(patience / a_round))))
         for name in filter(None, dict.fromkeys((*kernel.candidates, kernel.floor))):
-            for what in filter(self.settings.wants, kernel.passes(task)):
+            for what in kernel.passes(task):
                 if name in contest.entries or name in contest.refusals:
                     self.recorder.keep(self.record(contest, kernel, task, name, what))
 
@@ -150,23 +143,22 @@ class Session:
         """The record of a candidate that took its turns, or has no speed."""
         predicted = self.predict(kernel, task, name, what)
         blank = Record(self.benchmark, kernel.config(name, task, what), self.stamp, predicted=predicted)
-        if refusal := contest.refusals.get(name):
-            if refusal.fault:
-                self.faults.append(refusal.reason if "wrong" in refusal.reason else f"{name}: {refusal.reason}")
-            return replace(blank, flags=[refusal.reason], status=refusal.status)
+        if name in contest.refusals:
+            status, reason = contest.refusals[name]
+            return replace(blank, flags=[reason], status=status)
         entry = contest.entries[name]
-        samples, whole = entry.samples[what], what == kernel.passes(task)[-1]
-        metrics: dict[str, Any] = summarise(samples) | entry.metrics | {"calls": entry.calls}
-        if whole:
-            self.patience.learn(pace(name, kernel, task), predicted["median_ms"] / 1e3, metrics["median_ms"] / 1e3)
-            metrics |= kernel.published.get(task, {})
+        samples, metrics = entry.samples[what], dict[str, Any]()
+        metrics |= summarise(samples) | entry.metrics | {"calls": entry.calls}
+        if what == kernel.passes(task)[-1]:
+            slowness = (metrics["median_ms"] - LATENCY_MS) / predicted["median_ms"]
+            self.slowness[name, kernel.name, task.dtype] = max(1.0, slowness)
         for unit in ("flops", "bytes"):
             if unit in predicted:
                 metrics |= {unit: predicted[unit], f"{unit}_per_s": 1e3 * predicted[unit] / metrics["median_ms"]}
         if "flops" in predicted:
             metrics["mfu"] = metrics["flops_per_s"] / predicted["peak_flops_per_s"]
         if name != kernel.floor:
-            metrics |= {"gate_error": entry.gate_error} | contest.against_others(name, what, ignored=[kernel.floor])
+            metrics |= contest.against_others(name, what, ignored=kernel.floor)
             if kernel.floor in contest.entries:
                 floors = contest.entries[kernel.floor].samples[what]
                 metrics["floor"] = kernel.floor
@@ -175,25 +167,6 @@ class Session:
         hardware = self.hardware(task.dtype if "flops" in predicted else "fp32")
         flags = suspicions(metrics, predicted.get("flops", 0.0), predicted.get("bytes", 0.0), hardware)
         return replace(blank, samples_ms=samples, metrics=metrics, flags=flags)
-
-    def check_interpreted(self, work: Work) -> None:
-        """On a CPU, check our kernels on small shapes, and print the errors. A wrong result is added to the faults."""
-        said, passed = [f"{OURS}: {INTERPRETER}"], dict[str, dict[str, float]]()
-        few = dict.fromkeys((kernel, kernel.few(task)) for kernel, task in work if OURS in kernel.candidates)
-        for kernel, task in few if INTERPRETED else ():
-            try:
-                function = kernel.candidates[OURS](task, self.device)
-                error = kernel.gate(OURS, function, task, kernel.inputs(task, self.device))
-                errors = passed.setdefault(kernel.name, {})
-                errors[task.shape] = max(error, errors.get(task.shape, 0.0))
-            except UnavailableError as reason:
-                said.append(f"not checked: {reason}")
-            except WrongResultError as wrong:
-                self.faults.append(f"{kernel.name}: {wrong}")
-        found = (f"{name} within {max(each.values()):.1e} ({', '.join(each)})" for name, each in passed.items())
-        said += [f"gate: equals float64, {', '.join(found)}"] if passed else []
-        said += [] if INTERPRETED else ["not checked, because TRITON_INTERPRET=1 is not set"]
-        print(printable("; ".join(dict.fromkeys(said))))
 
     def take_turns(self, work: Work) -> None:
         """Compare the candidates shape by shape while the budget lasts."""
@@ -210,35 +183,25 @@ class Session:
                 self.compare(kernel, task)
                 advance(str(task))
 
-    def raise_faults(self) -> None:
-        """Raises WrongResultError if a result was wrong."""
-        if self.faults:
-            raise WrongResultError("; ".join(dict.fromkeys(self.faults)))
 
-
-def pace(name: str, kernel: Kernel, task: Any) -> str:
-    """Name under which `Patience` remembers how slow a candidate is."""
-    return f"{name} {kernel.name} {task.dtype}"
-
-
-def run_kernels(
-    benchmark: str, settings: KernelSettings, work: Work, sheet: Sheet, idle: str, remark: str = ""
-) -> list[Record]:
-    """Let the candidates for each shape take turns while the budget lasts, and print and record the results; `idle`
-    says why there is nothing to measure, `remark` what is different on a CPU.
+def run_kernels(benchmark: str, settings: KernelSettings, work: Work, sheet: Sheet, remark: str = "") -> None:
+    """Let the candidates for each shape take turns while the budget lasts, and print and record the results; `remark`
+    tells what is different on a CPU.
 
     Raises WrongResultError in the end if a result was wrong, and UserError if there is nothing to measure.
     """
     device = choose_device(settings.device)
+    kernels, out = dict.fromkeys(kernel for kernel, _ in work), settings.left_out(device)
+    names = dict.fromkeys(name for kernel in kernels for name in settings.chosen(kernel.candidates))
+    if names.keys() <= out.keys():
+        absent = f"{', '.join(settings.candidate)} is no candidate for {', '.join(kernel.name for kernel in kernels)}"
+        reasons = "; ".join(f"{name} is {out[name]}" for name in names)
+        raise UserError(f"nothing to measure: {reasons or absent}")
+    if device.type == "cpu":
+        for line in filter(None, (remark, f"{OURS}: {INTERPRETER}" if OURS in names else "")):
+            print(line)
     set_matmul_precision(device, "fp32")
-    session = Session(benchmark, settings, Recorder(None) if idle else settings.recorder(benchmark, device), device)
-    if work and device.type == "cpu":
-        if OURS in settings.chosen([OURS]):
-            session.check_interpreted(work)
-        print(remark, end="\n" if remark else "")
-    if idle:
-        session.raise_faults()
-        raise UserError(f"nothing to measure: {idle}")
+    session = Session(benchmark, settings, settings.recorder(benchmark, device), device)
     try:
         session.take_turns(work)
     finally:
@@ -247,5 +210,5 @@ def run_kernels(
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
     session.recorder.tell()
-    session.raise_faults()
-    return session.recorder.records
+    if session.faults:
+        raise WrongResultError("; ".join(dict.fromkeys(session.faults)))

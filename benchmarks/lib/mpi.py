@@ -38,22 +38,15 @@ def mpiexec() -> str | None:
 
 
 def work(place: Place, job: AllReduceJob) -> None:
-    """Record every size of a job. Raises UserError for ranks that fail or do not end in time if MPI was asked for; else
-    records that it could not be used. Raises WrongResultError."""
+    """Record every size of a job. Raises UserError for ranks that fail or do not end in time, and WrongResultError."""
     ranks, cpu = place.world_size, torch.device("cpu")
     usable, stamp = usable_memory(cpu) // ranks, environment(cpu, job.settings.commit)
-    for number, nbytes in enumerate(job.sizes):
+    for nbytes in job.sizes:
         record = job.record(place, nbytes, stamp)
         if WORKSPACE * nbytes > usable:
             job.keep(finished(record, None, Link(0, 1), usable))
             continue
-        try:
-            found = results(nbytes, ranks, job)
-        except UserError as error:
-            if job.settings.backend == "mpi":
-                raise
-            job.refuse(place, str(error), job.sizes[number:])
-            return
+        found = results(nbytes, ranks, job)
         require_mean(found["error"], nbytes, ranks, job.settings)
         record.environment["mpi"] = found["library"]
         small, shift, times, copies = (torch.tensor(found[key]) for key in ("small", "shift", "times", "copies"))

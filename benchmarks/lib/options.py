@@ -1,18 +1,35 @@
 """Options that every benchmark has: the folder of its records, and --smoke, a short test run."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import torch
 
 from benchmarks.records import Record, append_record, appended, machine_name, open_records
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.host.console import PATIENCE, setting
+from cs336_systems.host.console import PATIENCE, options, setting
 from cs336_systems.host.machine import choose_device
 
 COUNT = click.IntRange(1)
+
+
+def command(kind: type) -> Callable[[Callable[..., Any]], click.Command]:
+    """Decorator that makes a click command of a function whose first argument are settings of a kind, a dataclass: it
+    gets an option for each of their fields."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        @wraps(function)
+        def main(**given: Any) -> None:
+            settings = kind(**{each.name: given.pop(each.name) for each in fields(kind)})
+            function(settings, **given)
+
+        return click.command()(options(kind)(main))
+
+    return decorate
 
 
 @dataclass

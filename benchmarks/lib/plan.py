@@ -8,9 +8,8 @@ import click
 import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
-from benchmarks.lib.model_options import ModelOptions, model_config
 from benchmarks.lib.options import COUNT
-from benchmarks.lib.workload import PHASES, Case
+from benchmarks.lib.workload import PHASES, Case, ModelOptions, model_config
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware, Mode, backward_flops, forward_flops, least_forward_flops, predict
 from cs336_systems.cost.probe import probe

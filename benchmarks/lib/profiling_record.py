@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import noise, summarise
-from benchmarks.lib.model_options import model_config
-from benchmarks.lib.workload import Case
+from benchmarks.lib.workload import Case, model_config
 from benchmarks.records import Record
 from cs336_systems.comm import Event
 from cs336_systems.cost import Hardware, Mode, predict

@@ -5,6 +5,7 @@ model of any size can be asked on fake tensors, which have shapes and storages b
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,13 @@ class Residuals:
 
     def by_block(self) -> dict[str, int]:
         """Bytes of each block, and of each outermost module that is none, in order."""
-        return _sums((each.block, each.nbytes) for each in self.kept)
+        return sums((each.block, each.nbytes) for each in self.kept)
 
     def by_module(self, block: str) -> dict[str, int]:
         """Bytes of a block by the direct child that keeps them; the block's own come under its name."""
         depth = block.count(".") + 2
         inside = (each for each in self.kept if each.block == block)
-        return _sums((".".join(each.module.split(".")[:depth]), each.nbytes) for each in inside)
+        return sums((".".join(each.module.split(".")[:depth]), each.nbytes) for each in inside)
 
     def largest(self, count: int = 5, block: str | None = None) -> list[Residual]:
         """The largest storages, of one block or of all; of equal ones the first."""
@@ -70,11 +71,12 @@ class Residuals:
         return sorted(inside, key=lambda each: -each.nbytes)[:count]
 
 
-def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sum of each name's numbers, in order."""
+    found = Counter[str]()
     for name, nbytes in pairs:
-        found[name] = found.get(name, 0) + nbytes
-    return found
+        found[name] += nbytes
+    return dict(found)
 
 
 class _Keeper(Observer):

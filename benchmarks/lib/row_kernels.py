@@ -2,19 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.lib.contest import OURS, Entry, Stopwatch, spread
+from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
     FORWARD,
-    DtypeName,
     Function,
     Inputs,
     Kernel,
@@ -107,7 +104,6 @@ class Norm(RowKernel):
     name = "norm"
     fraction = "copy_fraction"
     predicts_peak = False  # what the unfused candidates keep between their operations is not known
-    times_host = False  # of a tiny shape instead
     matrices, weights = ("x",), ("weight", "bias")
     candidates: Mapping[str, Load] = {
         "layernorm": always(layernorm),
@@ -134,24 +130,6 @@ class Norm(RowKernel):
     def moved(self, task: SizedTask, device: torch.device) -> int:
         rows, columns = task.sizes
         return norm_bytes(rows, columns, task.itemsize, task.what, partial_rows(device))
-
-    def few(self, task: SizedTask) -> SizedTask:
-        return replace(task, sizes=(8, min(task.sizes[1], 1024)))
-
-    def prepare(self, clock: Stopwatch, name: str, task: SizedTask, inputs: Any) -> Entry:
-        """The host time is that of a tiny shape. It is measured first: compiling for a shape forgets the last."""
-        host = self.host_us(clock, name, task.dtype, task.what)
-        entry = super().prepare(clock, name, task, inputs)
-        entry.metrics["host_us"] = host
-        return entry
-
-    @cache  # noqa: B019  # there is one instance
-    def host_us(self, clock: Stopwatch, name: str, dtype: DtypeName, what: str) -> float:
-        """Host microseconds of one call on a tiny shape; on a CPU, all of its time."""
-        task = SizedTask(self.name, (16, 1024), dtype, what)
-        run = self.make_pass(name, self.candidates[name](task, clock.device), task, self.inputs(task, clock.device))
-        run()
-        return 1e6 * clock.host_seconds(run, calls=50)
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -141,15 +141,10 @@ def stop(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def log_of(run: Benchmark, settings: AllSettings) -> Path:
-    """File of a benchmark's output."""
-    number = EDITIONS[settings.edition or "cpu"].index(run) + 1
-    return settings.logs / f"{number:02}_{run.name}.log"
-
-
 def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float) -> Outcome:
     """Run one command, its output into a file of its own; it is stopped when its time is over."""
-    log, start = log_of(run, settings), time.monotonic()
+    number, start = EDITIONS[settings.edition or "cpu"].index(run) + 1, time.monotonic()
+    log = settings.logs / f"{number:02}_{run.name}.log"
     status: Literal["ok", "failed", "stopped"] = "ok"
     remark = ""
     with ended_politely(), log.open("w") as file:
@@ -167,15 +162,6 @@ def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float
     if status != "ok":
         print("\n".join(map(printable, log.read_text(errors="replace").splitlines()[-LAST_LINES:])))
     return Outcome(run, status, time.monotonic() - start, remark)
-
-
-def why_not(run: Benchmark, settings: AllSettings) -> str:
-    """Requirement of a benchmark that this machine lacks; nothing if it can run."""
-    if run.gpus > (here := torch.cuda.device_count()) and not settings.smoke:
-        return f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}, {here} here"
-    if run.root and (sys.platform != "linux" or os.geteuid() != 0):
-        return "needs root on Linux, to make a network"
-    return ""
 
 
 def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
@@ -206,9 +192,12 @@ def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path,
 
 
 def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome | None:
-    """The outcome of a benchmark that is not begun, None for one that is."""
-    if reason := why_not(run, settings):
-        return Outcome(run, "left out", 0.0, reason)
+    """The outcome of a benchmark that is not begun, since this machine lacks what it needs or it has been measured;
+    None for one that is."""
+    if run.gpus > (here := torch.cuda.device_count()) and not settings.smoke:
+        return Outcome(run, "left out", 0.0, f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}, {here} here")
+    if run.root and (sys.platform != "linux" or os.geteuid() != 0):
+        return Outcome(run, "left out", 0.0, "needs root on Linux, to make a network")
     if not settings.again and not settings.smoke and journal.has(run):
         return Outcome(run, "measured before", journal.seconds(run), "at this commit; --again measures it once more")
     return None

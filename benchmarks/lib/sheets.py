@@ -1,13 +1,16 @@
 """Tables of records: the same on a terminal, when they have been measured, and on a page of docs/."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.lib.contest import format_ms
 from benchmarks.records import Record, read_records
 from cs336_systems.host import console
-from cs336_systems.host.console import format_seconds
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.table import Table
 
 Item = TypeVar("Item")
@@ -79,3 +82,87 @@ def pages(
     last = {table.note: table for table in tables}
     kept = (table if last[table.note] is table or not shared else replace(table, note="") for table in tables)
     return [table.markdown(level=0).rstrip("\n") for table in kept]
+
+
+Column = tuple[str, Callable[[Record], str]]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The table of a benchmark: the shape of a record, and the columns besides median and prediction."""
+
+    what: str  # a shape consists of
+    shape: Callable[[Record], str]
+    columns: Sequence[Column]  # a page shows the first two
+    caption: str
+    whole: Callable[[dict[str, Any]], bool]  # configurations of whole passes, which alone are on a page
+
+    def row(self, record: Record, columns: Sequence[Column]) -> list[str]:
+        """The median with its relative standard deviation, or why there is none, the prediction, and other columns."""
+        start, metrics = [self.shape(record), record.config["pass"], record.config["candidate"]], record.metrics
+        if record.status != "ok":
+            return [*start, record.flags[0] if record.flags else record.status, "", *[""] * len(columns)]
+        median = f"{format_ms(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
+        return [*start, median, format_ms(record.predicted["median_ms"]), *(cell(record) for _, cell in columns)]
+
+    def table(self, records: Sequence[Record], columns: Sequence[Column], note: str = "") -> Table:
+        """Some records of one machine."""
+        where = records[-1].environment
+        title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, {records[0].benchmark}"
+        heads = (self.what, "pass", "candidate", "median", "predicted", *(head for head, _ in columns))
+        return Table(title, heads, [self.row(record, columns) for record in records], note)
+
+    def page(self, records: Sequence[Record]) -> list[Table]:
+        """The whole passes, without the candidates that cannot do them."""
+        shown = [record for record in records if record.status != "unsupported" and self.whole(record.config)]
+        return [self.table(shown, self.columns[:2])] if shown else []
+
+    def show(self, records: Sequence[Record]) -> None:
+        """Print all passes, a shape at a time, then the candidates that cannot do them and what is suspect."""
+        if shown := [record for record in records if record.status != "unsupported"]:
+            columns = [(head, cell) for head, cell in self.columns if any(map(cell, shown))]
+            note = f"{self.caption}\n{ceilings(records)} triton: {records[0].environment['triton']}"
+            table, rows = self.table(shown, columns, note), list[list[str]]()
+            for where, same in groupby(table.rows, itemgetter(0)):
+                rows.append([where, *[""] * (len(table.heads) - 2)])
+                rows += [[f"  {name}", what, *cells] for _, what, name, *cells in same]
+            show([replace(table, heads=[self.what, *table.heads[1:2], *table.heads[3:]], rows=rows, names=True)])
+        found = dict[str, dict[str, None]]()
+        for record in records:
+            for flag in record.flags[record.status == "out-of-memory" :]:  # which the table shows
+                if not flag.startswith("noisy"):  # as the table shows, too
+                    places = found.setdefault(f"{record.config['candidate']}: {flag}", {})
+                    places[f"{self.shape(record)}, {record.config['pass']}"] = None
+        for flag, places in found.items():
+            where = "; ".join(places) if len(places) <= 3 else f"{len(places)} shapes"
+            console.console().print(f"{flag} ({where})", markup=False)
+
+
+def metric(key: str, form: Callable[[Any], str], of: str = "metrics") -> Callable[[Record], str]:
+    """A column of one metric, or of a prediction; it may be unknown, and is empty where a record lacks it."""
+
+    def cell(record: Record) -> str:
+        value = getattr(record, of).get(key, "")
+        return value if value == "" else "unknown" if value is None else form(value)
+
+    return cell
+
+
+BEST_OTHER = ("/ best other", metric("ratio_median", "{:.2f}".format))
+HOST = ("host", metric("host_us", lambda microseconds: format_ms(microseconds / 1e3)))
+PEAKS = (
+    ("peak", metric("peak_memory_bytes", format_bytes)),
+    ("predicted", metric("peak_memory_bytes", format_bytes, "predicted")),
+)
+
+
+def ceilings(records: Sequence[Record]) -> str:
+    """The rates that predictions were made with: of products by dtype, and of a large copy."""
+    found: dict[str, dict[str, None]] = {"Largest matrix products": {}, "Large copy": {}}
+    for record in records:
+        products, copy = (record.predicted.get(rate) for rate in ("peak_flops_per_s", "bandwidth_bytes_per_s"))
+        if products:
+            found["Largest matrix products"][f"{record.config['dtype']} {format_count(products)}FLOP/s"] = None
+        if copy:
+            found["Large copy"][f"{format_count(copy)}B/s"] = None
+    return " ".join(f"{title}: {', '.join(rates)}." for title, rates in found.items() if rates)

@@ -4,7 +4,7 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch
 from benchmarks.gate import make_it_matter
 from benchmarks.harness import require_close, take_turns
 from benchmarks.lib.peers import ALONE, Build, Trained
+from benchmarks.lib.workload import Case
 from benchmarks.rank_times import time_ranks
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
-from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.model.transformer import lm_loss
 from cs336_systems.presets import ModelConfig
 
 UNTIMED = 2  # steps of a turn before those that count: buckets and optimizer state are made in them
@@ -26,18 +27,13 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 @dataclass
 class Turn:
-    """A candidate's turn, or all of them: milliseconds of its steps, and what one step sends."""
+    """A candidate's turns: milliseconds of its steps, and what one step sends."""
 
-    events: list[Event]
+    events: list[Event] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     # A step's collectives and nothing else: those of gradients, and those of parameters.
     reductions: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
-
-    def then(self, other: "Turn") -> "Turn":
-        """This turn and one after it."""
-        kinds = ("steps", "reductions", "gathers")
-        return Turn(other.events, *(getattr(self, kind) + getattr(other, kind) for kind in kinds))
 
 
 class Arena:
@@ -47,11 +43,9 @@ class Arena:
         self, config: ModelConfig, batch: int, candidates: dict[str, Build], group: Group, device: torch.device
     ) -> None:
         self.config, self.batch, self.candidates, self.group, self.device = config, batch, candidates, group, device
-        torch.manual_seed(0)
-        self.base = TransformerLM(config, device)
-        generator = torch.Generator().manual_seed(1 + group.rank())
-        shape = (2, batch, config.context_length)
-        self.tokens, self.targets = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+        case = Case(config, batch, "fp32", False, device)
+        self.base = case.make_model(config)
+        self.tokens, self.targets = replace(case, seed=1 + group.rank()).make_batch(config, batch)
         self.trainable = sum(p.numel() for p in self.base.parameters())
 
     def build(self, name: str, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Trained:
@@ -70,19 +64,19 @@ class Arena:
         trained.optimizer.step()
         trained.optimizer.zero_grad()
 
-    def turn(self, name: str, steps: int) -> Turn:
+    def turn(self, name: str, steps: int, found: Turn) -> None:
         """Build one candidate, warm it up, and time it."""
         trained = self.build(name)
         for _ in range(UNTIMED):
             with record() as events:
                 self.step(trained)
-        turn = Turn(events, self.slowest(partial(self.step, trained), steps))
+        found.events = events
+        found.steps += self.slowest(partial(self.step, trained), steps)
         del trained
         if name != ALONE:
-            for times, of_gradients in ((turn.reductions, True), (turn.gathers, False)):
+            for times, of_gradients in ((found.reductions, True), (found.gathers, False)):
                 if part := [event for event in events if (event.verb in OF_GRADIENTS) == of_gradients]:
                     times += self.replay(part)
-        return turn
 
     def slowest(self, run: Callable[[], object], times: int) -> list[float]:
         """Milliseconds of the rank that takes longest, each time that all do `run`."""
@@ -104,9 +98,10 @@ class Arena:
 
     def play(self, rounds: int, steps: int, expected_seconds: float) -> dict[str, Turn]:
         """Let every candidate take a turn of `steps` in each round."""
-        turns = {name: partial(self.turn, name, steps) for name in self.candidates}
-        found = take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
-        return {name: reduce(Turn.then, each) for name, each in found.items()}
+        found = {name: Turn() for name in self.candidates}
+        turns = {name: partial(self.turn, name, steps, each) for name, each in found.items()}
+        take_turns(turns, rounds, expected_seconds, quiet=self.group.rank() > 0)
+        return found
 
 
 def check(

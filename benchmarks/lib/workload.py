@@ -1,17 +1,21 @@
-"""Workload of the end-to-end benchmarks: a model, a fixed random batch, and the passes over it."""
+"""Workload of the end-to-end benchmarks: options of a model, a fixed random batch, and the passes over it."""
 
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness import Measurement, measure
-from cs336_systems.cost import Mode
+from benchmarks.lib.options import COUNT, RecordOptions
+from cs336_systems import presets
+from cs336_systems.cost import MODES, Mode
+from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.observed import Passes, observe_passes
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import setting
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
@@ -25,6 +29,9 @@ PHASES: dict[Mode, tuple[str, ...]] = {
     "forward-backward": ("forward", "backward"),
     "step": ("forward", "backward", "optimizer"),
 }
+
+
+EDITIONS = f"Edition of the course that the sizes are from, {presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}."
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,13 @@ class Case:
         """Counts of the passes, before they are run."""
         return observe_passes(self.config, self.batch, self.config.context_length, self.precision, self.device.type)
 
-    def needs(self, config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
-        """Bytes by part of a mode of another model over (batch seq) tokens, in the same precision."""
-        return observe_passes(config, batch, seq, self.precision, self.device.type).memory(mode)
+    def require_fit(self, name: str, mode: Mode, usable: int, modes: tuple[Mode, ...] = MODES) -> None:
+        """Raises UserError, saying what would fit, if a mode needs more than the usable bytes."""
+
+        def needs(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
+            return observe_passes(config, batch, seq, self.precision, self.device.type).memory(mode)
+
+        require_fit(name, self.config, self.batch, self.config.context_length, mode, needs, usable, modes)
 
     def make_model(self, config: ModelConfig) -> TransformerLM:
         torch.manual_seed(self.seed)
@@ -58,8 +69,50 @@ class Case:
         return tokens, targets
 
 
-def compile_model(model: TransformerLM, device: torch.device) -> nn.Module:
-    """The model through torch.compile, sharing its weights. Raises UserError where there is no compiler.
+@dataclass(frozen=True)
+class ModelOptions(RecordOptions):
+    """A preset and what is changed of it."""
+
+    size: str = setting("small", "Model preset.")
+    year: int = setting(presets.DEFAULT_YEAR, EDITIONS)
+    precision: Precision = setting("fp32", "Precision of matrix products; bf16 and fp16 are mixed precision.")
+    norm: presets.Norm | None = setting(None, "Normalisation.  [default: the preset's]")
+    attention: presets.Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
+    kernels: presets.Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
+    compile: bool = setting(False, "Compile the model with torch.compile.")
+    recompute: presets.Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
+    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=COUNT)
+    batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=COUNT)
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
+    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
+
+    def case(self, size: str, device: torch.device) -> Case:
+        """One size with these options. Raises UserError for a size or a choice that does not exist."""
+        chosen = presets.preset(size, self.year)
+        same = ("norm", "attention", "kernels", "recompute", "recompute_every")
+        config = chosen.model.override(context_length=self.context, **{name: getattr(self, name) for name in same})
+        return Case(config, self.batch_size or chosen.batch_size, self.precision, self.compile, device)
+
+
+def model_config(case: Case) -> dict[str, Any]:
+    """Settings of the model and its tokens for a record."""
+    config = case.config
+    return {
+        "precision": case.precision,
+        "norm": config.norm,
+        "attention": config.attention,
+        # Named where it is unusual only: records from before there was a choice keep their configuration.
+        **({"kernels": config.kernels} if config.kernels != "torch" else {}),
+        "compile": case.compiled,
+        "recompute": config.recompute,
+        "recompute_every": config.recompute_every,
+        "batch_size": case.batch,
+        "context": config.context_length,
+    }
+
+
+def compile_model(model: Any, device: torch.device) -> Any:
+    """A model, or a function, through torch.compile, sharing weights. Raises UserError where there is no compiler.
 
     Dynamo remembers shapes by code, not by model: without a reset and with dynamic shapes, what ran before (the gate, a
     smaller size) would change what is compiled, and after eight variants nothing would be.
@@ -69,7 +122,7 @@ def compile_model(model: TransformerLM, device: torch.device) -> nn.Module:
         raise UserError(f"--compile needs one of {', '.join(compilers)} on the PATH for --device {device.type}")
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return cast(nn.Module, torch.compile(model, dynamic=False))
+    return torch.compile(model, dynamic=False)
 
 
 class Workload:
@@ -102,13 +155,6 @@ class Workload:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-
-    def release(self) -> None:
-        """Drop everything but the weights, after running out of memory."""
-        self.optimizer.zero_grad()
-        self.optimizer, self.loss = AdamW(self.weights.parameters()), torch.zeros(())
-        if self.case.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def run(
         self, mode: Mode, warmup: int, steps: int, advance: Callable[[str], None] = lambda note: None

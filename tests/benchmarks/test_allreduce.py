@@ -1,4 +1,4 @@
-"""The all-reduce benchmark: what it measures and refuses, the ways to start it, its table and its plot."""
+"""The all-reduce benchmark: what it measures and refuses, the ways to start it, its table."""
 
 import json
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import allreduce, allreduce_plot, collective
+from benchmarks import allreduce, collective
 from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import mpi, options
-from benchmarks.records import RESULTS, Record, append_record
+from benchmarks.records import RESULTS, Record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -60,19 +60,17 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
     assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
 
 
-def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(collective, "environment", lambda device, commit: STAMP)
-    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
-    monkeypatch.setattr(allreduce, "can_plot", lambda: False)
-    options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
-    assert run_command(allreduce.main, [*options]) == 0
-    assert [(r["config"]["ranks"], r["status"]) for r in read(in_tmp)] == [
-        (count, "unsupported") for count in (2, 2, 4, 4, 6, 6)
-    ]
+def test_ranks_without_a_gpu_each_are_left_out(in_tmp, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, device)))
+    assert run_command(allreduce.main, ["--backend", "nccl", "--sizes", "1KB", "--results", "out"]) == 0
+    assert started == [(2, "cuda")]
     shown = capsys.readouterr().out
-    assert "2 ranks nccl cuda 1 kB, 2 ranks nccl cuda 2 kB: nccl needs a GPU a rank: 2 ranks, 1 GPU\n" in shown
-    assert allreduce.HOW_TO_PLOT in shown
+    assert "left out: nccl needs a GPU a rank: 4 ranks, 2 GPUs\nleft out: nccl needs a GPU a rank: 6 ranks" in shown
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run_command(allreduce.main, ["--backend", "nccl", "--nproc", "2", "--results", "out"]) == 2
+    assert capsys.readouterr().err == "error: nccl needs a GPU a rank: 2 ranks, 1 GPU\n"
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
@@ -186,11 +184,13 @@ def test_ranks_of_mpi_that_fail_are_one_line_and_leave_nothing(in_tmp, monkeypat
         assert not Path("/proc", pid.read_text().strip()).exists()
 
 
-def test_mpi_that_fails_without_being_asked_for_is_recorded_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
+def test_mpi_that_fails_without_being_asked_for_is_left_out_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
     fake_mpiexec(in_tmp, FAILING[0][0], monkeypatch)
-    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
+    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"), ("cpu", "gloo")))
+    monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: job.keep(measured(4000, count)))
     assert run_command(allreduce.main, ["--nproc", "2", *TINY]) == 0
-    assert [(each["status"], each["flags"][0]) for each in read(in_tmp)] == [("unsupported", FAILING[0][1])] * 2
+    assert [(each["status"], each["config"]["backend"]) for each in read(in_tmp)] == [("ok", "gloo")]
+    assert f"left out: {FAILING[0][1]}\n" in capsys.readouterr().out
 
 
 def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypatch):
@@ -215,7 +215,7 @@ def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
         allreduce.main(options, standalone_mode=False)
 
 
-# The table and the plot.
+# The table.
 
 
 def test_the_table_says_what_is_missing(capsys):
@@ -229,38 +229,3 @@ def test_the_table_says_what_is_missing(capsys):
     assert "│  1 ms* │" in capsys.readouterr().out
     assert "does not fit" in shown
     assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown
-
-
-def test_a_line_of_the_plot_is_a_number_of_ranks_on_a_link():
-    out = replace(blank(8000), status="out-of-memory")
-    newest = measured(2000, warmup=9)
-    records = [measured(2000), measured(1000), out, measured(1000, 4, nodes=2), measured(1000, link="a string"), newest]
-    assert {name: [r.config["bytes"] for r in line] for name, line in allreduce_plot.lines(records).items()} == {
-        "2 ranks, gloo": [1000, 2000],
-        "4 ranks, gloo, 2 nodes": [1000],
-        "2 ranks, gloo\na string": [1000],
-    }
-    assert allreduce_plot.lines(records)["2 ranks, gloo"][1] is newest
-    assert allreduce_plot.label(measured(device="cuda").config) == "2 ranks, gloo, GPU tensors"
-
-
-@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
-def test_lines_of_the_plot_differ_by_colour_and_marker():
-    records = [measured(ranks=ranks, backend=name) for name in ("shm", "gloo", "mpi") for ranks in (2, 4, 6)]
-    found = {
-        (line.get_color(), line.get_marker())
-        for line in allreduce_plot.draw(records).axes[0].lines
-        if line.get_marker() != "None"
-    }
-    assert len(found) == 9
-
-
-@pytest.mark.skipif(not allreduce.can_plot(), reason="matplotlib is in the extra `writeup`")
-def test_the_plot_is_the_same_for_the_same_records(in_tmp):
-    path = in_tmp / "allreduce.jsonl"
-    for record in (measured(1000), measured(10**6), measured(10**6, 4)):
-        append_record(record, path)
-    picture = allreduce_plot.plot(path)
-    first = picture.read_bytes()
-    assert b"<svg" in first
-    assert allreduce_plot.plot(path).read_bytes() == first

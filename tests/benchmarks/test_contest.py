@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from benchmarks.lib import contest
-from benchmarks.lib.contest import Contest, Entry, Patience, Stopwatch, UnavailableError, spread
+from benchmarks.lib.contest import Contest, Entry, Stopwatch, UnavailableError, spread
+from benchmarks.lib.kernel import theirs
 
 CPU = torch.device("cpu")
 
 
 def test_candidates_take_turns_and_are_refused_for_a_reason():
-    order, held = [], Contest(Stopwatch(CPU))
+    order, held = [], Contest(Stopwatch(CPU), faults=[])
 
     def candidate(name):
-        return lambda: Entry({"forward": lambda: order.append(name), "backward": lambda: None}, 0.0)
+        return lambda: Entry({"forward": lambda: order.append(name), "backward": lambda: None})
 
     def broken():
         raise KeyError("block size\nand more")
@@ -30,8 +31,9 @@ def test_candidates_take_turns_and_are_refused_for_a_reason():
     held.play(3)
     assert order == ["a", "b"] * 3
     assert set(held.entries["a"].samples) == {"forward", "backward", "forward-backward"}
-    assert held.refusals["ours"].fault
-    assert not held.refusals["liger"].fault
+    why = "KeyError: 'block size\\nand more'"
+    assert held.refusals == dict.fromkeys(("ours", "liger"), ("unsupported", why))
+    assert held.faults == [f"ours: {why}"]
     held.entries["a"].samples["forward"], held.entries["b"].samples["forward"] = [2.0, 9.0, 4.0], [1.0, 3.0, 4.0]
     assert held.against_others("a", "forward") == {
         "best_other": "b",
@@ -39,9 +41,10 @@ def test_candidates_take_turns_and_are_refused_for_a_reason():
         "ratio_low": 1.5,
         "ratio_high": 2.5,
     }
-    held.entries["c"] = Entry({}, 0.0, samples={"forward": [5.0, 5.0, 5.0]})
+    held.entries["c"] = Entry({}, samples={"forward": [5.0, 5.0, 5.0]})
     assert held.against_others("a", "forward")["best_other"] == "b"
-    assert held.against_others("a", "forward", ignored=["b", "c"]) == {}
+    del held.entries["c"]
+    assert held.against_others("a", "forward", ignored="b") == {}
 
 
 @pytest.mark.parametrize("driver", ["CUDA error: ", "Triton Error [CUDA]: "])
@@ -49,38 +52,26 @@ def test_a_lost_device_ends_the_run_but_memory_that_ran_out_one_candidate(driver
     lost, full = (RuntimeError(driver + what) for what in ("an illegal memory access was encountered", "out of memory"))
     for name in ("ours", "liger"):
         with pytest.raises(RuntimeError, match="an illegal memory access"):
-            contest.refuse(name, lost)
-        assert contest.refuse(name, full) == contest.Refusal("out-of-memory", "out of memory")
+            contest.refuse(name, lost, [])
+        assert contest.refuse(name, full, []) == ("out-of-memory", "out of memory")
 
     def explode():
         if timed:
             raise full
 
-    held, timed = Contest(Stopwatch(CPU)), False
-    held.enter("ours", lambda: Entry({"forward": explode}, 0.0))
+    held, timed = Contest(Stopwatch(CPU), faults=[]), False
+    held.enter("ours", lambda: Entry({"forward": explode}))
     timed = True
     held.play(2)
-    assert held.refusals["ours"].status == "out-of-memory"
-
-
-def test_patience_learns_from_the_last_shape():
-    patience = Patience(8.0)
-    assert patience.objection("slow", 1.1) == ""
-    assert patience.objection("slow", 1.2) == "about 1.2 s a call"
-    assert Patience(0.0).objection("quick", 2.29e-6) == "about 2.29 us a call"
-    patience.learn("slow", 0.1, 1.001)
-    assert patience.expected("slow", 0.3) == pytest.approx(3.0)
-    assert patience.objection("slow", 0.3)
-    assert patience.rounds(["slow"], 0.1, wanted=100) == 8
-    assert patience.rounds(["slow"], 10.0, wanted=100) == 3
-    assert patience.rounds(["slow"], 0.1, wanted=2) == 2
+    assert held.refusals["ours"] == ("out-of-memory", "out of memory")
+    assert held.faults == []
 
 
 def test_a_peer_that_is_missing_says_so():
     with pytest.raises(UnavailableError, match="Nobody's is not installed"):
-        contest.peer("Nobody's", "nobodys_package.ops", "norm")
+        theirs("Nobody's", "nobodys_package.ops", "norm")(None, CPU)
     with pytest.raises(UnavailableError, match="torch: "):
-        contest.peer("torch", "torch", "no_such_norm")
+        theirs("torch", "torch", "no_such_norm")(None, CPU)
 
 
 def test_the_gates_places_reach_from_the_first_to_the_last():
@@ -121,7 +112,7 @@ def test_on_a_gpu_a_call_meets_a_cold_cache_and_is_launched_before_its_turn(monk
     clock = Stopwatch(SimpleNamespace(type="cuda"))
     assert gpu.log[-1] == (200,)  # twice the L2 cache
     gpu.log.clear()
-    entry = Entry({"forward": lambda: gpu.log.append("run")}, 0.0, calls=2, lead=0.001)
+    entry = Entry({"forward": lambda: gpu.log.append("run")}, calls=2, lead=0.001)
     assert clock.sample(entry) == 1.0
     assert gpu.log == ["flush", ("sleep", 2_000_000), "event", "run", "event"] * 2
     assert entry.samples == {"forward": [1.0]}

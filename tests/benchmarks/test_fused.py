@@ -68,7 +68,6 @@ def test_peak_memory_of_the_loss_is_that_of_the_hand_count():
     # The weight's gradient in float32, and in bf16 with that of hidden once more: both outweigh 4096 tokens' logits.
     assert KERNELS["cross-entropy"].peak_bytes("ours", task) == kept + 2 * weight + hidden
     assert KERNELS["cross-entropy"].peak_bytes("liger", task) == kept + 256 * 128_256 * 2
-    assert KERNELS["cross-entropy"].bytes_needed("ours", task) > 4 * 8 * 128_256 * 4096
 
 
 def test_peak_memory_of_rows_is_that_of_the_hand_count():
@@ -94,7 +93,6 @@ def test_the_shapes_that_matter_most_come_first():
     assert len(tasks) == 2 * (3 + 2 + 2) + 1
     assert SizedTask("cross-entropy", (16384, 1600, 50_257), "bf16", BOTH) in tasks
     assert {task.kernel for task in fused.FusedSettings(kernel=("adamw",)).tasks(CUDA)} == {"adamw"}
-    assert {task.what for task in fused.FusedSettings(forward=True).tasks(CUDA)} == {"forward"}
     assert not fused.FusedSettings(kernel=("adamw",), dtype="bf16").tasks(CUDA)
 
 
@@ -130,7 +128,7 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
         assert metrics["gate_error"] < 0.01
     assert found["adamw", "step", "eager"]["metrics"]["best_other"] == "torch-fused"
     shown = capsys.readouterr().out
-    assert "cross-entropy 64 x 32 x 500 bf16" in shown
+    assert "cross-entropy 8 x 16 x 100 bf16" in shown
     assert "of floor" in shown
 
 
@@ -216,7 +214,7 @@ def test_a_candidate_that_writes_over_its_inputs_spoils_them_for_no_other(in_tmp
     task, clock = TINY["swiglu"], SimpleNamespace(device=CPU)
     inputs = KERNELS["swiglu"].inputs(task, CPU)
     before = [matrix.detach().clone() for matrix in inputs.leaves.values()]
-    assert KERNELS["swiglu"].prepare(clock, "liger", task, inputs).gate_error < 1e-6
+    assert KERNELS["swiglu"].prepare(clock, "liger", task, inputs).metrics["gate_error"] < 1e-6
     assert all(map(torch.equal, before, inputs.leaves.values()))
 
 
@@ -224,8 +222,8 @@ def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
     task = SizedTask("cross-entropy", KERNELS["cross-entropy"].tiny, "bf16", BOTH)
     need = KERNELS["cross-entropy"].bytes_needed("torch", task)
     monkeypatch.setattr(kernel_run, "usable_memory", lambda device: need - 1)
-    assert run_command(fused.main, [*FAST, "--kernel", "cross-entropy", "--backward", *pick("torch")]) == 0
-    (record,) = lines(in_tmp)
+    assert run_command(fused.main, [*FAST, "--kernel", "cross-entropy", *pick("torch")]) == 0
+    (record,) = (each for each in lines(in_tmp) if each["config"]["pass"] == BOTH)
     assert record["status"] == "out-of-memory"
     assert record["flags"][0].startswith("needs ")
     assert record["predicted"]["peak_memory_bytes"] < need

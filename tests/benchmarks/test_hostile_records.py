@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.allreduce_plot import plot
 from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_tables import PUBLISHED
 from benchmarks.records import RESULTS, read_records
@@ -60,15 +59,6 @@ def test_any_field_of_a_record_is_shown_or_refused(name, tmp_path, monkeypatch):
     assert said.count("read") > 10
     assert len(said) - said.count("read") > 100
     assert not [each for each in said if "\n" in each]
-
-
-def test_a_plot_of_garbled_records_is_refused(tmp_path):
-    path = tmp_path / "allreduce.jsonl"
-    good = asdict(read_records(RESULTS / "amd-epyc" / path.name)[0])
-    for _, _, made in garbled(good, ("metrics",), ["\ud800<b>|`*"]):
-        path.write_text(json.dumps(made))
-        line = outcome(partial(plot, path))
-        assert line == "read" or "lacks or garbles a field that is shown" in line
 
 
 def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):

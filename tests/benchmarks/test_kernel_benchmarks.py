@@ -70,7 +70,6 @@ def test_the_write_ups_shapes_are_covered():
     assert len(shapes) == 2 * (4 + 14)
     assert SizedTask("norm", (50_000, 8192), "fp32", "forward-backward") in shapes
     assert SizedTask("norm", (8192, 262_144), "bf16", "forward") in shapes
-    assert {s.what for s in norms.NormSettings(forward=True).tasks(CUDA)} == {"forward"}
     on_cpu = norms.NormSettings().tasks(CPU)
     assert max(math.prod(s.sizes) for s in on_cpu) <= norms.CPU_ELEMENTS
     assert norms.NormSettings(rows=7).tasks(CPU)[0].sizes[0] == 7
@@ -78,8 +77,7 @@ def test_the_write_ups_shapes_are_covered():
     assert len(tasks) == 2 * 4 * 10
     assert {(t.batch, t.causal) for t in tasks} == {(1, True)}
     assert len(attention.AttentionSettings(grid="course").tasks()) == 4 * 5
-    assert not any(t.backward for t in attention.AttentionSettings(forward=True).tasks())
-    assert len(attention.AttentionSettings(grid="leaderboard", backward=True).tasks()) == 1
+    assert [t.backward for t in attention.AttentionSettings(grid="leaderboard").tasks()] == [True, False]
 
 
 def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsys):
@@ -97,14 +95,13 @@ def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsy
             assert metrics["bytes"] == moved
             assert metrics["bytes_per_s"] == pytest.approx(1e3 * moved / statistics.median(record["samples_ms"]))
             assert predicted["median_ms"] == pytest.approx(1e3 * moved / 1e15)
-            assert predicted["formula"] == "bytes / bandwidth_bytes_per_s"
+            assert predicted["bandwidth_bytes_per_s"] == 1e15
         eager, others = found["eager"], found["layernorm"]["samples_ms"]
         copies = [a / b for a, b in zip(found["copy"]["samples_ms"], eager["samples_ms"], strict=True)]
         assert eager["metrics"]["copy_fraction_median"] == pytest.approx(statistics.median(copies))
         pairs = [a / b for a, b in zip(eager["samples_ms"], others, strict=True)]
         assert eager["metrics"]["ratio_median"] == pytest.approx(statistics.median(pairs))
         assert eager["metrics"]["best_other"] == "layernorm"
-        assert eager["metrics"]["host_us"] > 0
     shown = capsys.readouterr().out
     assert "32 x 64 fp32" in shown
     assert "of copy" in shown
@@ -130,7 +127,7 @@ def test_a_run_of_attention_records_time_memory_and_refusals(in_tmp, capsys):
         assert found["eager"]["metrics"]["before_backward_bytes"] == 3 * 32 * 16 * 4 + 32 * 32 * 4
     shown = capsys.readouterr().out
     assert "1 x 32 x 16 fp32 causal" in shown
-    assert "sdpa-cudnn: does not take fp32 of this shape on cpu" in shown
+    assert "sdpa-cudnn: PyTorch has no such kernel for these inputs" in shown
 
 
 class WrongWeightGradient(torch.autograd.Function):
@@ -200,44 +197,31 @@ def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
         attention_candidates.gate("unscaled", WrongKeyGradient.apply, task, inputs)
 
 
-@needs_interpreter
-def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, capsys):
-    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 0
+def test_our_kernel_is_not_timed_on_a_cpu(in_tmp, capsys):
+    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours"]) == 0
     assert "ours" not in by_name(lines(in_tmp, "norms"), "forward")
-    assert "gate: equals float64, norm within" in capsys.readouterr().out
+    assert "ours: not timed on a CPU" in capsys.readouterr().out
 
 
 @needs_interpreter
-def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
+def test_a_dim_that_our_kernel_cannot_do_makes_it_unavailable():
     with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
         attention_candidates.load_ours(AttentionTask("flash", 1, 32, 129, "fp32", causal=True), CPU)
     attention_candidates.load_ours(AttentionTask("flash", 1, 32, 128, "fp32", causal=True), CPU)
-    options = ("--dim", "129", "--candidate", "ours", "--candidate", "eager", "--forward", "--smoke")
-    assert run_command(attention.main, ["--device", "cpu", *options]) == 0
-    shown = capsys.readouterr().out
-    assert "ours: not timed on a CPU" in shown
-    assert "not checked: takes dims up to 128, not 129" in shown
-
-
-@needs_interpreter
-def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
-    monkeypatch.setitem(norms.NORM.candidates, "ours", always(lambda x, weight: x))
-    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: norm: ours's y is off its reference")
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_run, "usable_memory", lambda device: 13_000)
+    monkeypatch.setattr(kernel_run, "usable_memory", lambda device: 17_000)
     assert run_command(norms.main, [*TINY_NORM]) == 0
     assert {r["status"] for r in lines(in_tmp, "norms")} == {"out-of-memory"}
-    options = ("--candidate", "eager", "--candidate", "sdpa-flash", "--forward")
+    options = ("--candidate", "eager", "--candidate", "sdpa-flash")
     assert run_command(attention.main, [*TINY_FLASH, *options]) == 0
     found = by_name(lines(in_tmp, "attention"), "forward")
     assert found["eager"]["status"] == "out-of-memory"
-    assert found["eager"]["flags"] == ["needs 20.0 KiB, 12.7 KiB usable"]
-    assert found["eager"]["predicted"]["peak_memory_bytes"] == 20 * 2**10
+    assert found["eager"]["flags"] == ["needs 32.0 KiB, 16.6 KiB usable"]
+    assert found["eager"]["predicted"]["peak_memory_bytes"] == 32 * 2**10
     assert found["sdpa-flash"]["status"] == "ok"
-    assert "needs 20.0 KiB, 12.7 KiB usable" in capsys.readouterr().out
+    assert "needs 32.0 KiB, 16.6 KiB usable" in capsys.readouterr().out
 
 
 def test_running_out_of_memory_ends_one_candidate_only(in_tmp, monkeypatch):
@@ -245,7 +229,7 @@ def test_running_out_of_memory_ends_one_candidate_only(in_tmp, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
     monkeypatch.setitem(norms.NORM.candidates, "layernorm", always(explode))
-    assert run_command(norms.main, [*TINY_NORM, "--forward"]) == 0
+    assert run_command(norms.main, [*TINY_NORM]) == 0
     found = by_name(lines(in_tmp, "norms"), "forward")
     assert {name: record["status"] for name, record in found.items()} == {
         "layernorm": "out-of-memory",

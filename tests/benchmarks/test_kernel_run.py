@@ -4,9 +4,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import norms
 from benchmarks.lib import kernel_run
+from benchmarks.lib.contest import Contest
+from benchmarks.lib.kernel import SizedTask
+from benchmarks.lib.kernel_run import Session
+from benchmarks.lib.options import Recorder
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 
@@ -39,8 +44,23 @@ def test_the_budget_lets_no_other_shape_begin(in_tmp, monkeypatch, capsys):
 
 
 def test_a_run_that_leaves_everything_out_says_so_and_is_no_error(in_tmp, capsys):
-    assert run_command(norms.main, [*TINY_NORM, "--forward", "--patience", "0"]) == 0
+    assert run_command(norms.main, [*TINY_NORM, "--patience", "0"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "eager left out, too slow for --patience: norm 32 x 64 fp32 forward, about" in shown
     assert run_command(norms.main, [*TINY_NORM, "--budget", "0"]) == 0
     assert lines(in_tmp) == []
+
+
+def test_a_candidate_that_was_slow_is_expected_to_be_slow_and_gets_fewer_rounds(in_tmp, monkeypatch):
+    settings = norms.NormSettings(device="cpu", rounds=8, patience=8.0, results=in_tmp)
+    session = Session("norms", settings, Recorder(None), torch.device("cpu"))
+    task, played = SizedTask("norm", (32, 64), "fp32", "forward"), []
+    monkeypatch.setattr(session, "names", lambda kernel: ["eager"])
+    monkeypatch.setattr(Contest, "play", lambda contest, rounds: played.append(rounds) or contest.entries.clear())
+    predicted = session.seconds_of(norms.NORM, task)
+    for seconds, note in ((0.1, False), (1.1, False), (1.2, True)):
+        session.slowness["eager", "norm", "fp32"] = seconds / predicted
+        session.compare(norms.NORM, task)
+        assert bool(session.notes) == note
+    assert played == [8, 7]
+    assert session.notes == {"eager left out, too slow for --patience": [f"{task}, about 1.2 s a call"]}

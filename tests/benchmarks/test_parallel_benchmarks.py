@@ -47,7 +47,7 @@ def test_ddp_records_every_candidate_beside_torchs(tmp_path):
 
 
 def zero_case(rank: int, world: int, folder: str, results: str) -> None:
-    settings = zero.ZeroSettings(**SMALL, results=Path(results))
+    settings = ParallelSettings(**SMALL, results=Path(results))
     parallel_run.probe = made_up
     zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 

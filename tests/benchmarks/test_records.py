@@ -13,6 +13,7 @@ import torch
 from benchmarks import e2e
 from benchmarks.records import SCHEMA, Record, append_record, appended, machine_name, open_records, read_records
 from benchmarks.tables import BEGIN, END, insert, main, measured_tables
+from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.host.machine import environment
@@ -61,9 +62,10 @@ def test_a_full_disk_costs_records_and_not_the_table(tmp_path, capsys, monkeypat
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))  # a part of a line is written
     try:
         monkeypatch.setattr(e2e, "measure_size", lambda *_: iter([record("step"), record("backward")]))
-        monkeypatch.setattr(e2e, "make_bench", lambda *_: SimpleNamespace(hardware=None))
+        made_up = SimpleNamespace(hardware=Hardware("fast", 1e12, 1e11, "made up"))
+        monkeypatch.setattr(e2e, "make_bench", lambda *_: made_up)
         monkeypatch.setattr(e2e, "show_plan", lambda *_: 0.0)
-        monkeypatch.setattr(e2e, "show_records", lambda records, _: print(len(records), "in the table"))
+        monkeypatch.setattr(e2e, "show", lambda tables: print(len(tables[0].rows), "in the table"))
         assert run_command(e2e.main, ["--device", "cpu", "--results", str(tmp_path)]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

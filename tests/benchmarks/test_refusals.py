@@ -37,7 +37,6 @@ REFUSED = {
         "--kernel softmax": "Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'",
         "--results file": "cannot write file/fused.jsonl:",
         "--kernel adamw --dtype bf16": "nothing to measure: adamw is not measured in bf16",
-        "--kernel adamw --forward": "nothing to measure: adamw has no forward pass",
         "--candidate ours": "nothing to measure: ours is not timed on a CPU, where Triton has an inter",
         "--smoke --candidate compiled": "nothing to measure: compiled is left out of smoke runs",
         "--kernel swiglu --candidate torch-fused": "nothing to measure: torch-fused is no candidate for swiglu",
@@ -92,8 +91,8 @@ REFUSED = {
         "--grid moon": "Invalid value for '--grid': 'moon' is not one of",
         "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'ours', 'tiled', 'eager'",
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
-        "--candidate tiled": "nothing to measure: tiled is not in the grid course",
-        "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is not in the grid",
+        "--candidate tiled": "nothing to measure: tiled is no candidate for the grid course",
+        "--smoke --grid leaderboard --candidate compiled": "nothing to measure: compiled is no candidate for the grid",
         "--smoke --grid leaderboard --candidate tiled --candidate ours": "nothing to measure: ours is not timed on a",
     },
     "scaling": {
