@@ -41,8 +41,8 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     with os_errors(f"write to {folder}"):
         write_json(merge(traces, lazily=True), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
-        hidden = overlap_table(traces)
-        (folder / OVERLAP).write_text(hidden.markdown())
+        overlap = overlap_table(traces)
+        (folder / OVERLAP).write_text(overlap.markdown())
         (folder / MEMORY).write_text(memory_markdown(traces[0], memory_timeline(traces[0])))
         written = [*write_flame(traces[0], folder, "flame"), folder / MEMORY]
         if find_spec("matplotlib") is None:
@@ -58,7 +58,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         for out in (shown, console):
             show(traces, out)
             if len(traces) > 1:
-                out.print(hidden.table())
+                out.print(overlap.table())
         tables = shown.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
         (folder / PAGE).write_text(_page(traces, tables, written))
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
@@ -82,7 +82,7 @@ def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
     head = f"<meta charset=utf-8>{policy}<title>{title}</title><style>{STYLE}</style>"
     parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>{note}"]
     for picture in sorted(path.name for path in written if path.suffix == ".svg"):
-        parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
+        parts.append(f'<h2>{escape(Path(picture).stem.capitalize())}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
     texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]
     links = ", ".join(f'<a href="{name}">{name}</a>' for name in texts)
-    return "\n".join([*parts, f"<h2>tables</h2><p>More in {links}.</p>{tables}", "</html>\n"])
+    return "\n".join([*parts, f"<h2>Tables</h2><p>More in {links}.</p>{tables}", "</html>\n"])
