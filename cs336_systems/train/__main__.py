@@ -5,7 +5,7 @@ This file checks, begins and ends a run; `Recipe` holds its options, `Trainer` t
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -14,7 +14,7 @@ import click
 import torch
 
 from cs336_systems.buffers.replicas import require_equal
-from cs336_systems.comm import Group, Place, default_group, distributed, find_place
+from cs336_systems.comm import Place, agree, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.context_parallel import attention_work
 from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
@@ -39,13 +39,6 @@ from cs336_systems.train.trainer import Trainer
 
 SAVE_SECONDS = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
 OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "nproc"}  # may differ between ranks
-
-
-def require_one_recipe(recipe: Recipe, world: Group) -> None:
-    """Raises UserError on every rank, with the first option that differs, if ranks were started with different options:
-    their collectives would not match."""
-    lines = [f"{flag(name)} {value}" for name, value in recipe.options().items() if name not in OF_A_MACHINE]
-    require_equal("options", lines, world, ": start all ranks with the same")
 
 
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
@@ -74,7 +67,9 @@ def train(recipe: Recipe, place: Place | None = None) -> dict[str, Any]:
     restarted (see `place`) resume. Raises UserError for a recipe that cannot be run, and for a loss that diverges."""
     place = place or find_place()
     world, device = default_group(), choose_device(recipe.launch.device)
-    require_one_recipe(recipe, world)
+    # With different options the ranks' collectives would not match.
+    options = [f"{flag(name)} {value}" for name, value in recipe.options().items() if name not in OF_A_MACHINE]
+    require_equal("options", options, world, ": start all ranks with the same")
     seed_generators(recipe.run.seed, world.rank())  # for user code, see run_state.py
     # SIGTERM is caught from here on, since a large model takes minutes to build and to read.
     stopping = StopSignal(world, STEPS_AHEAD if device.type == "cuda" else 0, active=recipe.run.out is not None)
@@ -85,7 +80,9 @@ def train(recipe: Recipe, place: Place | None = None) -> dict[str, Any]:
 def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str, Any]:
     recipe, run, device, world = trainer.recipe, trainer.recipe.run, trainer.device, trainer.mesh.world
     say = partial(console.console(quiet=world.rank() > 0).print, soft_wrap=True)
-    hardware = probe(device, recipe.model.precision, device_name(device), budget=0.2)
+    # Rank 0 measures for all ranks, undisturbed by them.
+    found = asdict(probe(device, recipe.model.precision, device_name(device), budget=0.2)) if world.rank() == 0 else {}
+    hardware = Hardware(**agree("rates of the device", found, world)[0])
     say(introduce(trainer, hardware))
     checkpoints = RunCheckpoints(trainer, say) if run.out else None
     done = checkpoints.restore() if checkpoints and run.resume else 0

@@ -170,7 +170,7 @@ def ranks_case(group, folder: str, stage: int) -> dict:
         log_file=Path(folder, "log"),
         log_every=2,
     )
-    training.probe = made_up  # in the process of this case only
+    training.probe = made_up if group.rank() == 0 else None  # in this process only; other ranks measure nothing
     final = train(recipe)
     return {"loss": final["validation_loss"], "rank": group.rank()}
 
