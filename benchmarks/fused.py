@@ -48,8 +48,8 @@ SHEET = Sheet(
     " bytes, for cross-entropy (tokens x d_model x vocab) the matrix products alone, of which 80% are the goal. "
     "rate: counts no more than what the floor does, bytes or FLOPs. adamw (layers x d_model x vocab of a GPT-2): one "
     "step of all its parameters. predicted: FLOPs / the rate of the largest product "
-    "+ bytes / the rate of a large copy. / best other: time over the fastest other's. host: for how long a call keeps "
-    "it busy. predicted peak: inputs, results, gradients, state, and logits as far as they are kept",
+    "+ bytes / the rate of a large copy. / best other: time over the fastest other's. host, on a GPU: for how long a "
+    "call keeps the CPU busy. predicted peak: inputs, results, gradients, state, and logits as far as they are kept",
     lambda config: bool(config["pass"] != FORWARD),
 )
 KERNEL_NAMES = click.Choice(list(KERNELS))

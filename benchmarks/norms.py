@@ -34,8 +34,8 @@ SHEET = Sheet(
     ),
     "GB/s: x and y counted once (backward: x, dy and dx), weights, 1 / rms and partial weight gradients, over the "
     "median. of copy: the time of a copy that moves as many bytes, in turn with the others, over the candidate's. "
-    "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long a "
-    "call keeps the CPU of a GPU's machine busy",
+    "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host, on a GPU: for how "
+    "long a call keeps the CPU busy",
     lambda config: bool(config["pass"] == BOTH or config["dtype"] == "fp32"),  # forward alone as the course asks
 )
 

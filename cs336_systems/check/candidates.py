@@ -185,15 +185,21 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     return [candidate(own[0], kind, beside=module)], build
 
 
+class Uncached(SourceFileLoader):
+    """Loader without __pycache__, as Python would reuse the old code of a file that changes twice within a second."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_file(path: Path) -> ModuleType:
-    """A Python file as a module, compiled anew; what lies beside it can be imported by it. Raises UserError."""
+    """A Python file as a module; what lies beside it can be imported by it. Raises UserError."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    loader = SourceFileLoader(f"checked_{path.stem}", str(path.resolve()))
+    loader = Uncached(f"checked_{path.stem}", str(path.resolve()))
     module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
     module.__file__ = loader.path
     sys.path.append(str(path.resolve().parent))
-    # Without __pycache__: Python would reuse the old code of a file that changes twice within a second.
-    with called(f"{path} cannot be imported"), mock.patch("sys.dont_write_bytecode", True):
+    with called(f"{path} cannot be imported"):
         loader.exec_module(module)
     return module

@@ -5,6 +5,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from cs336_systems.check.cases import training
 from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
 from cs336_systems.check.tolerances import bound, factor_of, largest
 
@@ -84,7 +86,8 @@ class Diagnosis(Evidence):
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
         elif kind == "loss":
-            yield from self._of_old_weights(step, rank)
+            if step > 0:  # an ordinary step
+                yield "stale weights", self._loss(step, rank, self._weights(step - 2, rank)), ""
         elif before is not None:
             yield "unmoved", before, ""
             if step == 0:
@@ -97,24 +100,29 @@ class Diagnosis(Evidence):
         if kind in ("gradient", "weight"):
             yield from self._of_other_shards(wrong.key, rank)
 
-    def _of_old_weights(self, step: int, rank: int) -> Iterator[tuple[str, Tensor, str]]:
-        """The loss of an ordinary step that the weights before the last update would give."""
-        tensors, module = self.want[rank].tensors, self.case.module(0, rank)
-        if step > 0 and not any(p.is_complex() for p in module.parameters()):
-            inputs, targets = (self.case.part(each, rank, self.world) for each in self.case.data(step))
-            given = {name: tensors[step - 2, "weight", name].to(p.dtype) for name, p in module.named_parameters()}
-            yield "stale weights", copied(self.case.criterion(functional_call(module, given, (inputs,)), targets)), ""
+    def _loss(self, step: int, rank: int, weights: dict[str, Tensor]) -> Tensor:
+        """The loss of an ordinary step with some weights; NaN for a complex model."""
+        module = self.case.module(0, rank)
+        if any(p.is_complex() for p in module.parameters()):
+            return torch.tensor(math.nan)
+        inputs, targets = (self.case.part(each, rank, self.world) for each in self.case.data(step))
+        given = {name: weights[name].to(p.dtype) for name, p in module.named_parameters()}
+        return copied(self.case.criterion(functional_call(module, given, (inputs,)), targets))
+
+    def _weights(self, step: int, rank: int) -> dict[str, Tensor]:
+        """The right weights after a step."""
+        return {each[2]: x for each, x in self.want[rank].tensors.items() if each[:2] == (step, "weight")}
+
+    def _updated(self, before: Tensor, gradient: Tensor) -> Tensor:
+        """A weight after a first step of its optimizer."""
+        weight = torch.nn.Parameter(before.clone())
+        weight.grad = gradient.clone()
+        self.case.cls([weight], **self.case.options).step()
+        return weight.detach()
 
     def _of_update(self, wrong: Wrong, before: Tensor) -> Iterator[tuple[str, Tensor, str]]:
         """Values of a weight after a first step that is taken with each wrong gradient."""
-        key = (0, "gradient", wrong.key[2])
-
-        def updated(gradient: Tensor) -> Tensor:
-            weight = torch.nn.Parameter(before.clone())
-            weight.grad = gradient.clone()
-            self.case.cls([weight], **self.case.options).step()
-            return weight.detach()
-
+        key, updated = (0, "gradient", wrong.key[2]), partial(self._updated, before)
         if (want := self.want[wrong.rank].tensors.get(key)) is not None and want.shape == before.shape:
             of_gradient = wrong._replace(key=key, want=want)
             yield "averaged weights", torch.stack([updated(each) for each in self.own(of_gradient)]).mean(0), ""
@@ -126,7 +134,8 @@ class Diagnosis(Evidence):
         """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined."""
         tensors = {each[2]: x for each, x in self.want[rank].tensors.items() if each[:2] == key[:2]}
         names = [name for name in self.order if name in tensors]
-        for joined in ([key[2]], names, names[::-1]) if key[2] in names else ():
+        buffers = (names, names[::-1]) if sum(map(torch.numel, tensors.values())) <= LARGEST else ()
+        for joined in ([key[2]], *buffers) if key[2] in names and tensors[key[2]].numel() >= self.world else ():
             flat = torch.cat([tensors[each].flatten() for each in joined])
             shards = F.pad(flat, (0, -len(flat) % self.world)).view(self.world, -1)
             for other in range(1, self.world):
@@ -146,8 +155,7 @@ class Diagnosis(Evidence):
         if are_whole and largest(sum(parts[1:], parts[0]) - want) <= self.tolerance(wrong.key, want):
             yield "partial sum", parts[rank], ""
         yield from self._accumulated(step, name, rank, want)
-        later = (step + 1, "loss", "")
-        if later in self.got[rank].tensors and all(each.rank != rank for each in self._wrong(later)):
+        if self._unseen(wrong, own[rank]):
             yield "averaged weights", own[rank], "or the optimizer uses another gradient than .grad"
         size = -(-want.numel() // n)
         shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
@@ -169,6 +177,18 @@ class Diagnosis(Evidence):
         for (when, what, whose), tensor in right.items():
             if (when, what) == (step, "gradient") and first_of(whose) != first_of(name):
                 yield "another tensor's", tensor, f"that of {whose}"
+
+    def _unseen(self, wrong: Wrong, own: Tensor) -> bool:
+        """True if the next loss is right although an update of this weight with the own gradient would change it."""
+        (step, _, name), rank = wrong.key, wrong.rank
+        later, before = (step + 1, "loss", ""), self.want[rank].tensors.get((step - 1, "weight", name))
+        if self.case.program is not training or before is None or later not in self.got[rank].tensors:
+            return False
+        if own.shape != before.shape or any(each.rank == rank for each in self._wrong(later)):
+            return False
+        loss = self._loss(step + 1, rank, self._weights(step, rank) | {name: self._updated(before, own)})
+        want = self.want[rank].tensors[later]
+        return largest(loss - want) > self.tolerance(later, want)
 
     def _accumulated(self, step: int, name: str, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
         """Values that a gradient would have under the mistakes of several backward passes."""

@@ -197,10 +197,10 @@ def _ddp(change: Callable[..., object], first: int, cls: Any, unsent: str = "") 
     or buffers (`unsent`) as each rank had them."""
 
     class Broken(cls):  # type: ignore[misc]
-        def __init__(self, module: Any) -> None:
+        def __init__(self, module: Any, *rest: Any, **options: Any) -> None:
             tensors = [each.detach() for each in getattr(module, unsent)()] if unsent else []
             before = [each.clone() for each in tensors]
-            super().__init__(module)
+            super().__init__(module, *rest, **options)
             for each, old in zip(tensors, before, strict=True):
                 each.copy_(old)
 

@@ -86,8 +86,8 @@ def check(
     whose first axis is divided among the ranks; a small model by default. `only`: names of properties.
     Raises UserError.
     """
-    if ranks < 2:
-        raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
+    if not 2 <= ranks <= 4:
+        raise UserError(f"--ranks {ranks}: take 2, 3 or 4; a batch has 12 rows, in some cases divided unequally")
     chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
     only, names = (only,) if isinstance(only, str) else only, [each.name for each in CASES]
     wanted = {FIRST.name if name in TRAINING else name for name in only} or set(names)

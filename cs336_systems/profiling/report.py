@@ -81,8 +81,8 @@ def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = f"<meta charset=utf-8>{policy}<title>{title}</title><style>{STYLE}</style>"
     parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>{note}"]
-    for picture in sorted(path.name for path in written if path.suffix == ".svg"):
-        parts.append(f'<h2>{escape(Path(picture).stem.capitalize())}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
+    for name in sorted(path.name for path in written if path.suffix == ".svg"):
+        parts.append(f'<h2>{escape(Path(name).stem.capitalize())}</h2><p><a href="{name}"><img src="{name}"></a></p>')
     texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]
     links = ", ".join(f'<a href="{name}">{name}</a>' for name in texts)
     return "\n".join([*parts, f"<h2>Tables</h2><p>More in {links}.</p>{tables}", "</html>\n"])

@@ -13,7 +13,7 @@ WHAT_RAN = f"step-2026: {'fused kernels in' if INTERPRETED else 'plain torch in 
 SHOWN = {
     "attention": ("ours: not timed on a CPU", "eager"),
     "e2e": ("tiny",),
-    "fused": ("ours: not timed on a CPU"),
+    "fused": ("ours: not timed on a CPU", "eager"),
     "leaderboard": ("attention-2025: not run on a CPU", "step-2026: gate: one block equals", WHAT_RAN),
     "memory": (),
     "memory --residuals": (),

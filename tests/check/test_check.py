@@ -345,6 +345,33 @@ def test_a_small_error_that_no_precision_explains_is_not_called_rounding():
     assert report.of("gradients").cause == "unknown", report
 
 
+def test_a_mistake_that_the_next_loss_does_not_show_is_named():
+    """A loss that is right says nothing of the weights if it does not depend on them, or not by enough."""
+
+    def build() -> tuple:
+        module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
+        data = torch.randn(12, 72, generator=torch.Generator().manual_seed(0)).split((64, 8), 1)
+        return module, torch.nn.functional.mse_loss, lambda step: tuple(each.roll(step) for each in data)
+
+    having, launched = "if p.grad is not None]", "            self.launch(bucket)"
+    for old, new, only, own in (
+        (having, f"{having[:-1]} and p.dtype != torch.bfloat16]", "mixed dtypes", None),
+        (launched, "            pass", "training", build),
+        (having, f"{having[:-1]} and p is not getattr(self.module, 'optional').weight]", "unused on every rank", None),
+    ):
+        report = check(make(DDP, old, new), own, only=only, timeout=patience(PATIENCE))
+        assert {each.cause for each in report.verdicts if each.status == "WRONG"} - {""} == {"never synchronised"}, (
+            report
+        )
+
+
+def test_a_scalar_of_zero_is_no_shard_of_another_rank():
+    sent = "            dist.broadcast(parameter.detach(), 0)\n"
+    zero = f"{sent}            parameter.dim() or parameter.detach().zero_()\n"
+    report = check(make(DDP, sent, zero), only="a parameter without axes", timeout=patience(PATIENCE))
+    assert [(each.status, each.cause) for each in report.verdicts] == [("WRONG", "unknown")], report
+
+
 def test_a_training_step_may_return_any_loss():
     """Of a step that returns the mean over the ranks, only gradients and weights are compared."""
 
@@ -413,6 +440,7 @@ def test_complex_numbers_are_compared_whole():
     ("call", "said"),
     [
         (lambda: check(make(DDP), ranks=1), "--ranks 1"),
+        (lambda: check(make(DDP), ranks=5), "--ranks 5: take 2, 3 or 4"),
         (lambda: check(make(DDP), only=("speed",)), "no property is named speed"),
         (lambda: check(make(DDP), kind="pipeline"), "--as pipeline does not exist"),
         (lambda: candidate(lambda model, optimizer, cat: None, name="train"), "what is cat"),

@@ -1,6 +1,7 @@
 """Exercises: an empty file fails, a solution passes, and one that breaks a promise fails."""
 
 import os
+import py_compile
 import re
 from pathlib import Path
 
@@ -203,6 +204,14 @@ def test_tests_that_miss_a_broken_variant(name, old, new, missed, tmp_path):
     assert report.exit_code() == 1
 
 
+def test_broken_variants_take_what_the_wrapper_takes(tmp_path):
+    """Else tests that pass a group would seem to see every variant."""
+    solution = NAIVE.replace("(self, module, size=4)", "(self, module, group=None, size=4)")
+    tests = "from torch import nn\n\ndef test_nothing(DDP):\n    DDP(nn.Linear(2, 2), group=None)\n"
+    report = graded_tests("naive-ddp", tmp_path, tests, solution)
+    assert [each.status for each in report.verdicts].count("WRONG") == len(VARIANTS["naive-ddp"]), report
+
+
 def test_the_page_says_what_its_test_misses(tmp_path):
     text = (ROOT / "docs/check.md").read_text().split("```python test_ring.py\n")[1].split("```")[0]
     missed = [each.name for each in graded_tests("ring", tmp_path, text).verdicts if each.status == "WRONG"]
@@ -235,6 +244,7 @@ def test_a_file_that_changes_within_a_second_is_read_anew(tmp_path):
         path = written(tmp_path, text)
         os.utime(path, (0, 0))
         assert vars(load_file(Path(os.path.relpath(path))))["number"] == int(text[-2])
+        py_compile.compile(str(path))  # as an import elsewhere would
     assert load_file(Path(os.path.relpath(path))).__file__ == str(path.resolve())
 
 
