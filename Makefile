@@ -44,8 +44,8 @@ $(VENV)/.other-triton: $(VENV)/.installed
 		$(RUN) -m pip install --quiet --quiet --no-deps --upgrade --target $(VENV)/triton-3.6.0 triton==3.6.0
 	@touch $@
 
-# More workers than cores, since ranks also wait for each other; each needs a gigabyte of memory.
-WORKERS ?= 5
+# One more than two cores, since ranks also wait for each other; 5 take 14% longer. Each needs a gigabyte of memory.
+WORKERS ?= 3
 # Workers and the commands that tests start read compiled files, even where the environment says not to write any.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
 
