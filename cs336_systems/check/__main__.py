@@ -63,7 +63,7 @@ def number_checks(
 @click.command()
 @click.argument("target", default="")
 @click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET.  [default: from its name and bases]")
-@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks (forked processes).")
+@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks; wrappers take 2 to 4.")
 @click.option("--timeout", type=console.PATIENCE, default=5.0, show_default=True, callback=console.finite,
               help="Seconds that ranks wait for each other.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for verdicts weak, refused or not offered.")
