@@ -27,10 +27,10 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
         return
     everyone = agree(f"all {what}", lines, group)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
-    entry, (a, b) = next((entry, (a, b)) for entry, (a, b) in pairs if a != b)
+    pairs = zip_longest(everyone[0], everyone[other], fillvalue="nothing more")
+    a, b = next((a, b) for a, b in pairs if a != b)
     raise UserError(
-        f"the ranks' {what} differ, first in entry {entry}: rank {global_rank(0, group)} has {a}, "
+        f"the ranks' {what} differ: rank {global_rank(0, group)} has {a}, "
         f"rank {global_rank(other, group)} has {b}{advice}"
     )
 

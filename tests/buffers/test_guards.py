@@ -67,7 +67,7 @@ def structure_case(group) -> None:
             module = Net()
             if group.rank() == 1:
                 change(module)
-            with pytest.raises(UserError, match="the ranks' modules differ, first in entry") as error:
+            with pytest.raises(UserError, match="the ranks' modules differ: rank") as error:
                 wrapper(module)
             before, after = str(error.value).split(", rank 1 has ")
             assert mine in before.split("rank 0 has ")[1]

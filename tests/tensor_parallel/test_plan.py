@@ -262,7 +262,7 @@ def test_ranks_begin_with_the_first_ones_model():
     first, second = ranks.run_failing(differing_case, 2, layers=[1, 2])
     assert first == second
     assert first[0] == UserError.__name__
-    assert first[1].startswith("the ranks' models differ, first in entry ")
+    assert first[1].startswith("the ranks' models differ: rank ")
 
 
 REFUSALS = [

@@ -220,7 +220,7 @@ def other_options_case(group) -> None:
 
 def test_ranks_with_different_options_are_refused_by_name():
     errors = ranks.run_failing(other_options_case, 3)
-    assert errors[0][1].startswith("the ranks' options differ, first in entry ")
+    assert errors[0][1].startswith("the ranks' options differ: rank ")
     assert errors[0][1].endswith(": rank 0 has --steps 3, rank 2 has --steps 4: start all ranks with the same")
     assert errors == [("UserError", errors[0][1])] * 3
 
