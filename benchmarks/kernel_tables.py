@@ -91,7 +91,7 @@ GOALS = (
 
 def goals_table(results: Path) -> str:
     """The kernels' goals on an H200 and the worst that was measured there."""
-    lines = ["**Kernels, on one NVIDIA H200:**", "", "| kernel | goal | measured |", "| --- | --: | --- |"]
+    lines = ["Goals on one NVIDIA H200:", "", "| kernel | goal | measured |", "| --- | --: | --- |"]
     lines += [f"| {goal.what} | {goal.goal} | {goal.measured(results / GPU_MACHINE)} |" for goal in GOALS]
     return "\n".join(lines)
 
@@ -99,6 +99,7 @@ def goals_table(results: Path) -> str:
 SHEETS = {"norms": norms.SHEET, "attention": attention.SHEET, "fused": fused.SHEET}
 
 
-def kernel_tables(results: Path) -> list[str]:
-    """The Markdown tables of every machine."""
-    return [page for name, sheet in SHEETS.items() for page in pages(results, name, sheet.page)]
+def kernel_pages(results: Path) -> list[str]:
+    """The Markdown tables of every machine, and the goals if there is any."""
+    tables = [page for name, sheet in SHEETS.items() for page in pages(results, name, sheet.page)]
+    return [goals_table(results), *tables] if tables else []

@@ -9,7 +9,7 @@ from benchmarks import checkpoints, long_context, memory_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.e2e import COLUMNS, label, row
 from benchmarks.expert_tables import expert_tables
-from benchmarks.kernel_tables import goals_table, kernel_tables
+from benchmarks.kernel_tables import kernel_pages
 from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.lib.sheets import day, groups, machine, pages
@@ -54,12 +54,12 @@ def chosen(record: Record) -> list[str]:
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts, checkpoints or long
-    sequences, or those of the cost model; with passes, the kernels' goals.
+    sequences, or those of the cost model.
 
     Raises UserError if there is no record at all.
     """
     make = {
-        "parallel": parallel_tables, "kernels": kernel_tables, "scaling": scaling_tables, "experts": expert_tables,
+        "parallel": parallel_tables, "kernels": kernel_pages, "scaling": scaling_tables, "experts": expert_tables,
         "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoints.sheets),
         "memory": lambda results: pages(results, "memory", memory_tables.sheets),
         "context": lambda results: pages(results, "long_context", long_context.sheets, shared=True),
@@ -73,7 +73,7 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
         raise UserError(
             f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
         )
-    return "\n\n".join([*tables, goals_table(results)] if what == "e2e" else tables)
+    return "\n\n".join(tables)
 
 
 def insert(text: str, tables: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.kernel_tables import GOALS, GPU_MACHINE, goals_table, kernel_tables
+from benchmarks.kernel_tables import GOALS, GPU_MACHINE, goals_table, kernel_pages
 from benchmarks.records import Record, append_record
 from benchmarks.tables import measured_tables
 
@@ -91,12 +91,12 @@ def test_attention_and_the_loss(tmp_path):
 def test_records_become_rows(tmp_path):
     full = replace(norm(1024, "forward-backward", "torch"), status="out-of-memory", flags=["needs 2 GiB"], metrics={})
     write(tmp_path / "test-gpu", norm(1024, "forward-backward"), full, attention(64, True, "forward-backward"))
-    norms, attentions = kernel_tables(tmp_path)
+    goals, norms, attentions = kernel_pages(tmp_path)
     assert norms.startswith("NVIDIA H200, 1 threads, torch 2.11, norms:")
     assert "| 32768 x 1024 bf16 | forward-backward | ours | 1 ms ± 1% | 900 us | 4000 | 97% |" in norms
     assert "| 32768 x 1024 bf16 | forward-backward | torch | needs 2 GiB |  |  |  |" in norms
     assert "| 16 x 16384 x 64 bf16 causal | forward-backward | ours | 1 ms ± 1% | 1 ms | 400 T | 50% |" in attentions
-    assert measured_tables(tmp_path, "kernels") == f"{norms}\n\n{attentions}"
+    assert measured_tables(tmp_path, "kernels") == f"{goals}\n\n{norms}\n\n{attentions}"
 
 
 def rows(table: str) -> list[list[str]]:
@@ -112,7 +112,7 @@ def test_only_whole_passes_are_shown_in_the_order_of_their_records(tmp_path):
     kept = [attention(64, True, what) for what in ("forward", "backward", "forward-backward")]
     write(tmp_path / "test-gpu", *kept, attention(128, False, "forward"))
     write(tmp_path / "test-gpu", *(fused("swiglu", what) for what in passes), fused("adamw", "step", "fp32"))
-    norms, attentions, others = map(rows, kernel_tables(tmp_path))
+    norms, attentions, others = map(rows, kernel_pages(tmp_path)[1:])
     assert norms == [
         ["32768 x 4096 fp32", "forward", "ours"],
         ["32768 x 4096 fp32", "forward-backward", "ours"],
@@ -133,12 +133,12 @@ def test_records_that_show_nothing_have_no_table(tmp_path):
     refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["quack is not installed"])
     write(tmp_path / "test-gpu", refused)
     (tmp_path / "test-gpu/attention.jsonl").touch()
-    assert kernel_tables(tmp_path) == []
+    assert kernel_pages(tmp_path) == []
 
 
 def test_fused_kernels_stand_beside_their_floor(tmp_path):
     write(tmp_path / "test-gpu", fused("swiglu", "forward-backward"))
-    (table,) = kernel_tables(tmp_path)
+    _, table = kernel_pages(tmp_path)
     assert "| swiglu 8 x 64 bf16 | forward-backward | ours | 1 ms ± 1% | 900 us | 4 TB/s | 93% |" in table
 
 
