@@ -94,7 +94,7 @@ def test_own_text(in_tmp, capsys, quick_probe):
 
 def test_a_sample_is_safe_to_print():
     model = TransformerLM(model_preset("tiny"))
-    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 200, 0)
+    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 50, 0)
     text = sample_text(*arguments)
     assert all(c.isprintable() or c == "\n" for c in text)
     assert text == sample_text(*arguments)
