@@ -379,9 +379,9 @@ def layout_case(group, folder: str, layout: dict) -> None:
 
 
 LAYOUTS = {
-    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}, {"cp": 2}),
+    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}, {"cp": 2}),
     "packed": ({"cp": 2, "tp": 2},),
-    "bert": ({"tp": 2, "pp": 2},),
+    "bert": ({"tp": 2, "pp": 2, "micro_batch_size": 2},),
 }
 
 
