@@ -56,22 +56,8 @@ def test_a_word_of_bytes_is_a_run_without_space():
 
 def test_pieces_join_the_word_before_them_but_no_special_token():
     tokenizer = WordPieceTokenizer(PIECES, lower_case=False)
-    names = [
-        "[CLS]",
-        "##able",
-        "un",
-        "##aff",
-        "##able",
-        "[UNK]",
-        "##",
-        ".",
-        "[SEP]",
-        "a",
-        "##b",
-        "[MASK]",
-        "##b",
-        "[PAD]",
-    ]
+    names = ["[CLS]", "##able", "un", "##aff", "##able", "[UNK]", "##"]
+    names += [".", "[SEP]", "a", "##b", "[MASK]", "##b", "[PAD]"]
     words = tokenizer.words(np.array([PIECES.index(name) for name in names]))
     # A first ##able stands where truncation cut its word; [UNK] and the piece "##" itself are words.
     assert words.tolist() == [-1, 0, 1, 1, 1, 2, 3, 4, -1, 5, 5, -1, 6, -1]

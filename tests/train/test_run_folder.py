@@ -17,21 +17,10 @@ from cs336_systems.host.machine import device_name
 from cs336_systems.train import __main__ as training
 from cs336_systems.train.__main__ import work
 from cs336_systems.train.recipe import Recipe
-from tests.support import ranks
+from tests.support import ranks, resume_cases
 from tests.support.layout_cases import write_text
 from tests.support.machine import made_up
-from tests.support.resume_cases import (
-    TINY,
-    attempt,
-    complete,
-    family,
-    figures,
-    log_of,
-    newest,
-    tiny,
-    torchrun_case,
-    train_case,
-)
+from tests.support.resume_cases import TINY, attempt, complete, family, figures, log_of, newest, tiny, train_case
 from tests.support.state_cases import ranks_of, require_same, whole
 
 SHORT = ("--data", "random", "--num-layers", "1", "--batch-size", "2", "--context", "8", "--device", "cpu")
@@ -287,7 +276,7 @@ def test_a_restart_by_torchrun_goes_on_without_being_told(in_tmp, monkeypatch):
 def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_path):
     options = TINY | {"num_layers": 2, "steps": 9, "save_every": 4, "data": "random"}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    ranks.run_alone(torchrun_case, 1, words=[*words, "--out", str(tmp_path / "run")])
+    ranks.run_alone(resume_cases.torchrun_case, 1, words=[*words, "--out", str(tmp_path / "run")])
     assert [line["resumed"] for line in log_of(tmp_path / "run") if "resumed" in line] == [4]
     complete(2, options | {"data": ["random"], "out": str(tmp_path / "undisturbed")})
     mine, wanted = newest(tmp_path / "run"), newest(tmp_path / "undisturbed")

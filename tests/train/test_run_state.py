@@ -3,7 +3,7 @@ exactly as before in the same layout and within rounding in another."""
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
 from tests.support import ranks
+from tests.support.garble import inner, places
 from tests.support.layout_cases import assemble, load, write_text
 from tests.support.state_cases import (
     ALL,
@@ -197,14 +198,6 @@ def test_what_does_not_fit_is_named(proof):
     ]
 
 
-def places(value: object) -> Iterator[tuple[dict | list, object]]:
-    """Every entry of a JSON value: what it is in, and its name or number there."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in list(entries):
-        yield value, key
-        yield from places(each)
-
-
 def damages_case(group, folder: str) -> list[str]:
     """Messages about checkpoints with one entry of the manifest changed or gone, and a new checksum. What is
     taken up all the same must leave the state as it was."""
@@ -220,8 +213,10 @@ def damages_case(group, folder: str) -> list[str]:
     counts = len(list(places(good["state"]["trainer"]))) * len(values)
     for number in range(counts + 120):
         body = deepcopy(good)
-        found = list(places(body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))))
-        owner, key = found[number // len(values)] if number < counts else draw.choice(found)
+        part = body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))
+        found = list(places(part))
+        *above, key = found[number // len(values)] if number < counts else draw.choice(found)
+        owner = inner(part, above)
         owner[key] = values[number % len(values)] if number < counts else draw.choice(values)
         if number >= counts and number % 3 == 0:
             del owner[key]

@@ -160,16 +160,8 @@ def test_help_lists_every_setting(capsys):
 
 
 def ranks_case(group, folder: str, stage: int) -> dict:
-    recipe = Recipe.of(
-        data=("random",),
-        batch_size=8,
-        context=16,
-        device="cpu",
-        zero=stage,
-        steps=6,
-        log_file=Path(folder, "log"),
-        log_every=2,
-    )
+    recipe = Recipe.of(data=("random",), batch_size=8, context=16, device="cpu", zero=stage, steps=6)
+    recipe = recipe.change(log_file=Path(folder, "log"), log_every=2)
     training.probe = made_up if group.rank() == 0 else None  # in this process only; other ranks measure nothing
     final = train(recipe)
     return {"loss": final["validation_loss"], "rank": group.rank()}
@@ -295,10 +287,8 @@ def test_megatrons_names_train(in_tmp, capsys, quick_probe):
 
 
 def test_megatrons_llama_trains(in_tmp, capsys, quick_probe):
-    line = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu"
-    )
-    line += " --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+    line = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --group-query-attention"
+    line += " --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
     line += " --disable-bias-linear --seq-length 16 --max-position-embeddings 16 --global-batch-size 4 --train-iters 2"
     line += " --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --lr 1e-3 --fp8-format hybrid"
     assert run_command(training.main, [*line.split(), "--device", "cpu", "--log-file", "log"]) == 0
