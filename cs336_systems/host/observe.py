@@ -28,7 +28,7 @@ FREE = {aten._unsafe_view, aten.detach, aten.promote_types, aten.empty_like, ate
 FREE |= {aten.empty_strided, aten.new_empty_strided, aten.lift_fresh, aten._local_scalar_dense}
 # Operators that read as much of their first input as they write, not all of it.
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-UNALIKE = {aten.set_, aten.resize_}  # they change the storage or size of their tensor
+UNALIKE = {aten.set_, aten.resize_, aten.nonzero}  # they change a tensor's storage or size, or have it from elements
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # FLOP formulas of operators that torch's counter lacks, by name. Like torch's, they subtract nothing for a causal mask.
@@ -66,28 +66,34 @@ class Counts:
         return sum(size * count for size, count in self.made.items() if size >= least)
 
 
-# By operator and kinds of arguments: the kinds of new tensors; or () if the result is the first argument, changed in
-# place; or None if torch must compute the result.
-_known: dict[Any, Any] = {None: None}
+# By operator and kinds of arguments: the kinds of new tensors, or () if the result is the first argument, changed in
+# place; and the work. None if torch must compute the result.
+_known: dict[Any, tuple[Any, tuple[int, int]] | None] = {None: None}
 
 
-def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator; on meta and fake tensors torch runs it only once for each kind of arguments.
-
-    torch finds a result's shape by decompositions in Python, which take 0.1 ms per operator and more. An operator's
-    results for arguments of the same sizes, strides and dtypes are alike; looking one up takes a fifth of the time.
-    """
-    key: Any = None
-    if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
+def run_operator(function: Any, args: Any, kwargs: Any, rows: int | None) -> tuple[Any, tuple[int, int]]:
+    """Run an operator: its result and work (FLOPs, bytes read and written). On meta and fake tensors torch runs it only
+    once for arguments of the same sizes, strides and dtypes, whose results are alike: looking one up takes a fifth of
+    the time of torch's decompositions in Python, 0.1 ms and more."""
+    packet, key = function.overloadpacket, None
+    if function.namespace == "aten" and packet not in UNALIKE:
         with suppress(TypeError):
             key = function, torch.get_default_dtype(), kind_of(args), kind_of(tuple(kwargs.items()))
-    if (kinds := _known.get(key)) is None:
-        result = function(*args, **kwargs)
+    if (known := _known.get(key)) is None:
+        result, given = without_numbers(packet, args, rows), tensors(*args, *kwargs.values())
+        result = function(*args, **kwargs) if result is None else result
+        formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+        written = sum(each.nbytes for each in tensors(result))
+        read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)  # less of an expanded one
+        work = flops, 2 * written if packet in GATHERS else read + written
         if key not in _known:
-            _known[key] = result_kinds(result, args, kwargs, key[2])
-        return result
+            kinds = result_kinds(result, args, given, key)
+            _known[key] = None if kinds is None else (kinds, work)
+        return result, work
+    kinds, work = known
     if not kinds:
-        return args[0]
+        return args[0], work
     mode = next((each.fake_mode for each in tensors(*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
     alone = isinstance(kinds[0], torch.Size)
     made: list[Tensor] = []
@@ -95,7 +101,7 @@ def run_operator(function: Any, args: Any, kwargs: Any) -> Any:
         for shape, stride, dtype, device in (kinds,) if alone else kinds:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             made.append(tensor if mode is None or device.type == "meta" else FakeTensor(mode, tensor, device))
-    return made[0] if alone else tuple(made)
+    return made[0] if alone else tuple(made), work
 
 
 def kind_of(value: Any) -> Any:
@@ -112,13 +118,13 @@ def kind_of(value: Any) -> Any:
     raise TypeError
 
 
-def result_kinds(result: Any, args: Any, kwargs: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Entry of a result in `_known`, from the kinds that the arguments had before."""
-    if args and result is args[0]:
-        return () if kind_of(result) == kinds[0] else None
-    used = {each.untyped_storage()._cdata for each in tensors(*args, *kwargs.values())}
-    if not used:
+def result_kinds(result: Any, args: Any, given: list[Tensor], key: Any) -> tuple[Any, ...] | None:
+    """Entry of a result in `_known`; the key has the kinds that the arguments had before."""
+    used = {each.untyped_storage()._cdata for each in given}
+    if not used or any(0 in each.stride() for each in given):  # an expanded one's storage may have any size
         return None
+    if args and result is args[0]:
+        return () if kind_of(result) == key[2][0] else None
     for each in result if isinstance(result, tuple) else (result,):
         is_plain = type(each) is FakeTensor or (type(each) is Tensor and each.is_meta)
         if not is_plain or each.untyped_storage()._cdata in used:
@@ -128,13 +134,15 @@ def result_kinds(result: Any, args: Any, kwargs: Any, kinds: tuple[Any, ...]) ->
 
 def tensors(*values: Any) -> list[Tensor]:
     """List the tensors in arguments or results, also those in lists; faster than torch's pytrees."""
-    lists = (tensors(*value) if isinstance(value, (tuple, list)) else [value] for value in values)
-    return [each for found in lists for each in found if isinstance(each, Tensor)]
+    found = [each for each in values if isinstance(each, Tensor)]
+    lists = (each for each in values if isinstance(each, (tuple, list)))
+    return found + [tensor for each in lists for tensor in tensors(*each)]
 
 
 def without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Tensor | None:
     """Result of an operator that torch cannot run on a fake tensor; None for other operators."""
-    x = args[0]
+    if not args or not isinstance(x := args[0], FakeTensor):
+        return None
     if packet is aten.nonzero:  # its number of rows depends on the elements
         found = x.numel() if rows is None else min(rows, x.numel())
         return torch.empty((found, x.dim()), dtype=torch.int64, device=x.fake_device)
@@ -239,25 +247,17 @@ class Observer(TorchDispatchMode):
         return saved
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs, is_fake = function.overloadpacket, kwargs or {}, bool(args) and isinstance(args[0], FakeTensor)
-        if is_fake and function is torch.ops.prim.device.default:
+        packet, kwargs = function.overloadpacket, kwargs or {}
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        result = without_numbers(packet, args, self.rows) if is_fake else None
-        if result is None:
-            result = run_operator(function, args, kwargs)
-        if function.namespace in ("prim", "c10d", "_c10d_functional"):
-            return result
-        given, results = tensors(*args, *kwargs.values()), tensors(result)
-        if not function.is_view and packet not in FREE:
-            formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
-            flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-            written = sum(each.nbytes for each in results)
-            read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)  # less of an expanded one
-            self.counts.work[flops, 2 * written if packet in GATHERS else read + written] += 1
-        for tensor in results:
+        free = function.is_view or function.namespace in ("prim", "c10d", "_c10d_functional")
+        result, work = (function(*args, **kwargs), None) if free else run_operator(function, args, kwargs, self.rows)
+        if work and packet not in FREE:
+            self.counts.work[work] += 1
+        for tensor in tensors(result) if work or function.is_view else ():
             address = tensor.untyped_storage()._cdata
             if address not in self._live:
-                found = self.storage(tensor)
+                found, given = self.storage(tensor), tensors(*args, *kwargs.values())
                 if all(address != each.untyped_storage()._cdata for each in given):
                     self.counts.made[found.nbytes] += 1
                 if packet is aten._to_copy and self.storage(given[0]).kind == "parameters":

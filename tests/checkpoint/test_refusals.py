@@ -9,7 +9,7 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from cs336_systems.comm import agree
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, bits, flip, is_step, rewrite, save_step, save_steps, sign, tensors
 from tests.support.checkpoint_damage import DAMAGES, HUGE, NEW, OLD, described, in_head, linked, with_head
+from tests.support.garble import inner, places
 from tests.support.ranks import run, run_alone
 
 
@@ -160,41 +161,12 @@ def test_every_bit_that_flips_is_seen(parent):
     assert is_step(open_checkpoint(parent / NEW), 2)
 
 
-def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Where something is in a manifest."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield (*path, key)
-        yield from places(each, (*path, key))
-
-
 def mutate(body: dict, draw: random.Random) -> None:
     """Drop something, double it, move it, or put something else in its place."""
-    strange = [
-        None,
-        True,
-        False,
-        -1,
-        0,
-        1,
-        7,
-        1.5,
-        1e308,
-        2**62,
-        2**70,
-        "",
-        "x",
-        "../x",
-        "a\0b",
-        "\ud800",
-        [],
-        {},
-        [[]],
-    ]
-    *path, last = draw.choice(list(places(body)))
-    inside = body
-    for key in path:
-        inside = inside[key]
+    strange = [None, True, False, -1, 0, 1, 7, 1.5, 1e308, 2**62, 2**70]
+    strange += ["", "x", "../x", "a\0b", "\ud800", [], {}, [[]]]
+    *above, last = draw.choice(list(places(body)))
+    inside = inner(body, above)
     other = draw.choice(list(inside if isinstance(inside, dict) else range(len(inside))))
     match draw.randrange(5):
         case 0:

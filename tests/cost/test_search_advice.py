@@ -86,7 +86,7 @@ def test_nothing_to_release(capsys):
     small, held = replace(A100, memory=20e9), {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "zero": 0}
     with pytest.raises(UserError, match="--cp 1 --zero 0: without all of these it would fit on") as error:
         search(GPT3, 2048, small, 1, 64, fixed=held)
-    assert search(GPT3, 2048, small, int(str(error.value).split()[-1]), 64).running
+    assert search(GPT3, 2048, small, int(str(error.value).split()[-1]), 64, limit=2000).running
     none, shallow = replace(A100, memory=1e3), GPT3.override(num_layers=2, num_heads=2)
     with pytest.raises(UserError, match="would do with --tp 1, nor without: raise the batch"):
         search(shallow, 64, none, 2, 2, fixed={"tp": 1})

@@ -133,3 +133,14 @@ def test_gathers_read_what_they_write():
         seen.begin("look-up")
         F.embedding(rows, table)
     assert seen.phases["look-up"].work == {(0, 2 * 4 * 4 * 8): 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_expanded_tensor_is_read_as_far_as_its_storage_goes(device):
+    one_row, many_rows = torch.zeros(1, 4, device=device), torch.zeros(100, 4, device=device)
+    with Observer() as seen:
+        seen.begin("add")
+        for rows in (one_row, many_rows, one_row):
+            rows[:1].expand(10, 4) + 1
+    result = 4 * 10 * 4
+    assert seen.phases["add"].work == {(0, 4 * 4 + result): 2, (0, 2 * result): 1}

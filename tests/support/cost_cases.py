@@ -11,28 +11,14 @@ from cs336_systems.presets import Mixture, ModelConfig
 SEQ = 32
 # Sizes with a different prime in each, as far as tp 4 divides them, so that no two terms can be taken for each other.
 GPT = ModelConfig(
-    vocab_size=4 * 53,
-    context_length=SEQ,
-    d_model=48,
-    d_ff=4 * 44,
-    num_layers=6,
-    num_heads=12,
-    bias=True,
-    norm="layernorm",
-    dropout=0.1,
-    kernels="triton",
-)
+    vocab_size=4 * 53, context_length=SEQ, d_model=48, d_ff=4 * 44, num_layers=6, num_heads=12,
+    bias=True, norm="layernorm", dropout=0.1, kernels="triton",
+)  # fmt: skip
 BERT = replace(GPT, causal=False, token_types=2, bert_heads=True)
 LLAMA = replace(
-    GPT,
-    bias=False,
-    norm="rmsnorm",
-    dropout=0.0,
-    positions="rotary",
-    feed_forward="swiglu",
-    tied_head=False,
-    num_kv_heads=4,
-)
+    GPT, bias=False, norm="rmsnorm", dropout=0.0,
+    positions="rotary", feed_forward="swiglu", tied_head=False, num_kv_heads=4,
+)  # fmt: skip
 MOE = replace(GPT, num_experts=8, expert_every=2, mixture=Mixture(top_k=2, expert_d_ff=4 * 20))
 SHARED = replace(LLAMA, num_experts=4, expert_every=1, mixture=Mixture(top_k=1, shared_expert=True))
 KINDS = {"gpt": GPT, "bert": BERT, "llama": LLAMA, "experts": MOE, "shared expert": SHARED}

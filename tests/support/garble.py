@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 VALUES = [None, True, -7.5, 10**300, float("inf"), "9" * 5000, "\ud800<b>|`*", [], [1, [2]], {}]
-Place = tuple[Any, ...]
+Place = Sequence[Any]
 
 
 def places(value: Any, above: Place = ()) -> Iterator[Place]:
@@ -16,16 +16,17 @@ def places(value: Any, above: Place = ()) -> Iterator[Place]:
         yield from places(each, (*above, key))
 
 
+def inner(value: Any, place: Place) -> Any:
+    """What is at a place."""
+    for key in place:
+        value = value[key]
+    return value
+
+
 def garbled(good: Any, inside: Place = (), values: Sequence[Any] = VALUES) -> Iterator[tuple[Place, Any, Any]]:
     """(place, value, JSON): a copy for every place inside a part of some JSON, and every value."""
-    part = good
-    for key in inside:
-        part = part[key]
-    for *above, last in places(part, inside):
+    for *above, last in places(inner(good, inside), inside):
         for value in values:
             made = deepcopy(good)
-            around = made
-            for key in above:
-                around = around[key]
-            around[last] = deepcopy(value)
+            inner(made, above)[last] = deepcopy(value)
             yield (*above, last), value, made

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint, weights_hash
@@ -243,13 +245,18 @@ def require_same_end(one: Path, other: Path) -> None:
     assert figures(one) == figures(other)
 
 
-def restarted() -> int:
+def restarted() -> None:
     """The training command on a rank of torchrun, of which rank 1 kills itself the first time it comes to step 6."""
     place = find_place()
     training.probe = made_up
     Struck([{"rank": 1, "step": 6, "what": "kill"}] if place.attempt == "0" else [], place.rank)
-    return run_command_on_ranks(training.main)
+    sys.exit(run_command_on_ranks(training.main))
 
 
-if __name__ == "__main__":
-    sys.exit(restarted())
+def torchrun_case(rank: int, world: int, folder: str, words: list[str]) -> None:
+    """What `torchrun --standalone --nproc-per-node 2 --max-restarts 3` does, whose ranks are forked from this process,
+    which has imported everything."""
+    sys.argv = ["train", *words]
+    standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "logs_specs": DefaultLogsSpecs(folder)}
+    config = LaunchConfig(1, 1, 2, max_restarts=3, start_method="fork", monitor_interval=0.1, **standalone)
+    elastic_launch(config, restarted)()

@@ -100,14 +100,14 @@ def test_bert_345m_on_two_by_two():
 
 
 def test_a_rank_of_hundreds_is_observed_in_seconds():
-    recipe = Recipe.of(size="gpt3-175b", context=64, tp=8, pp=8, zero=1, sequence_parallel=True, pad_vocabulary=1024)
-    layout = Layout(8, 8, 4, sequence=True, zero=1, global_batch=4 * 512, vocabulary_multiple=1024)
-    config = replace(recipe.model_config(), num_layers=16)
+    recipe = Recipe.of(size="gpt3-175b", context=64, tp=8, pp=4, zero=1, sequence_parallel=True, pad_vocabulary=1024)
+    layout = Layout(8, 4, 8, sequence=True, zero=1, global_batch=8 * 512, vocabulary_multiple=1024)
+    config = replace(recipe.model_config(), num_layers=8)
     seen = observe(recipe, config, layout, 255)
     assert layout.ranks == 256
-    # As if all eight stages had the tied embedding, as the last has.
-    eight = sum(count_parameters(config).values()) + 7 * config.vocab_size * config.d_model
-    assert 8 * 8 * seen.parameters == pytest.approx(eight, rel=0.01)
+    # As if all four stages had the tied embedding, as the last has.
+    four = sum(count_parameters(config).values()) + 3 * config.vocab_size * config.d_model
+    assert 8 * 4 * seen.parameters == pytest.approx(four, rel=0.01)
     assert sum(n for each, n in seen.traffic.items() if each.axis == "pp") == 2 * layout.microbatches
 
 

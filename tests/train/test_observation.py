@@ -33,15 +33,15 @@ from tests.support.traffic_cases import (
 
 DEEP = {"num_layers": 4}
 ON_TWO = [
-    *(({}, {"tp": 2}), (LLAMA, {"tp": 2, "sequence": True}), (BERT, {"tp": 2, "sequence": True})),
+    *(({}, {"tp": 2}), (LLAMA, {"tp": 2, "sequence": True})),
     (BERT | {"recompute": "attention"}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "segments", "recompute_every": 2, "num_layers": 3}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "nested", "num_layers": 5}, {"tp": 2, "sequence": True}),
     (DEEP | {"recompute": "nested", "dropout": 0.1}, {"tp": 2, "m": 2}),
-    *((model, {"pp": 2, "m": 3}) for model in ({}, BERT)),
+    ({}, {"pp": 2, "m": 3}),
     (BERT, {"pp": 2, "schedule": "gpipe", "m": 3}),
     (LLAMA | DEEP, {"pp": 2, "chunks": 2}),
-    *((BERT, {"zero": stage}) for stage in (2, 3)),
+    (BERT, {"zero": 3}),
     (LLAMA | {"recompute": "segments"}, {"zero": 3}),
     (LLAMA | {"recompute": "attention"}, {"cp": 2}),
     ({"dropout": 0.1}, {"cp": 2, "cp_type": "gather", "zero": 2}),
@@ -223,8 +223,7 @@ def test_an_embedding_that_the_last_stage_has_for_its_head_alone(name, m, gather
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_of_many_microbatches_some_are_enough(schedule, zero):
-    layout = Layout(pp=2, dp=2, schedule=schedule, zero=zero, global_batch=2 * 10)
-    some, every = (observe(Recipe.of(context=SEQ), SMALL, layout, 2, most=most) for most in (4, 10))
+def test_of_many_microbatches_some_are_enough(schedule):
+    layout = Layout(pp=2, dp=2, schedule=schedule, zero=3, global_batch=2 * 8)
+    some, every = (observe(Recipe.of(context=SEQ), SMALL, layout, 2, most=most) for most in (3, 4))
     assert some == every

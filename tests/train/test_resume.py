@@ -29,7 +29,7 @@ from tests.support.resume_cases import (
 )
 from tests.support.state_cases import ranks_of, recipe_of, whole
 
-EVERY = 4  # steps between two checkpoints
+EVERY = 3  # steps between two checkpoints
 MOMENTS = ("step", "backward", "update", "write", "fsync", "rename")
 
 
@@ -61,18 +61,18 @@ def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
 
 def test_three_kills_leave_the_same_bits(tmp_path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    recipe = {"steps": 14, "save_every": EVERY, "num_layers": 1}
+    recipe = {"steps": 11, "save_every": EVERY, "num_layers": 1}
     complete(2, tiny(undisturbed, **recipe))
     killed_and_resumed(tiny(disturbed, **recipe), kills(0))
     require_same_end(undisturbed, disturbed)
-    assert [line["step"] for line in log_of(disturbed) if "loss" in line] == list(range(1, 15))
+    assert [line["step"] for line in log_of(disturbed) if "loss" in line] == list(range(1, 12))
 
 
 @pytest.mark.parametrize(("layout", "changes"), [("gpt dp2 zero3", {}), ("gpt dp2 zero2", {"background_save": True})])
 def test_so_they_do_when_the_state_is_sharded_or_saved_beside_training(tmp_path, layout, changes):
     write_text(tmp_path)
     undisturbed, disturbed = (
-        family(layout, tmp_path, out=str(tmp_path / name), steps=14, save_every=EVERY, **changes) for name in "ab"
+        family(layout, tmp_path, out=str(tmp_path / name), steps=11, save_every=EVERY, **changes) for name in "ab"
     )
     complete(2, undisturbed)
     (said,) = killed_and_resumed(disturbed, kills(1 + len(changes)))
@@ -113,7 +113,7 @@ def test_steps_in_two_parts_are_steps_in_one(tmp_path, kind):
         assert newest(tmp_path / "4").state["trainer"]["skipped"] == 6
 
 
-OTHERS = ("gpt", "gpt dp3 zero2", "gpt tp2 dp2 zero3", "gpt tp2", "gpt pp2")
+OTHERS = ("gpt", "gpt dp3 zero2", "gpt tp2 dp2 zero3", "gpt pp2")
 
 
 def amplification_case(group, folder: str, steps: int) -> float:

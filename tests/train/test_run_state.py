@@ -3,7 +3,7 @@ exactly as before in the same layout and within rounding in another."""
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import RefusedError, step_name
-from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, to_text, weights_hash
+from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, to_text
 from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
 from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
 from tests.support import ranks
+from tests.support.garble import inner, places
 from tests.support.layout_cases import assemble, load, write_text
 from tests.support.state_cases import (
     ALL,
@@ -96,9 +97,6 @@ def test_other_layouts_read_the_same_bits_and_learn_the_same(proof, allowed, wor
     proof.written(source(layout) for layout in layouts)
     taken = ranks.run(read_case, world, folder=str(proof.folder), layouts=layouts, allowed=allowed)
     assert len(taken[0]) == sum(layout.split()[0] in allowed for layout in layouts)
-    for layout in layouts:
-        again = open_checkpoint(proof.folder / f"{layout} from another" / step_name(FIRST))
-        assert weights_hash(again) == weights_hash(proof.checkpoint(source(layout)))
 
 
 @pytest.mark.parametrize("layout", ["gpt dp2 zero3", "gpt pp2 zero1"])
@@ -200,14 +198,6 @@ def test_what_does_not_fit_is_named(proof):
     ]
 
 
-def places(value: object) -> Iterator[tuple[dict | list, object]]:
-    """Every entry of a JSON value: what it is in, and its name or number there."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in list(entries):
-        yield value, key
-        yield from places(each)
-
-
 def damages_case(group, folder: str) -> list[str]:
     """Messages about checkpoints with one entry of the manifest changed or gone, and a new checksum. What is
     taken up all the same must leave the state as it was."""
@@ -223,8 +213,10 @@ def damages_case(group, folder: str) -> list[str]:
     counts = len(list(places(good["state"]["trainer"]))) * len(values)
     for number in range(counts + 120):
         body = deepcopy(good)
-        found = list(places(body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))))
-        owner, key = found[number // len(values)] if number < counts else draw.choice(found)
+        part = body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))
+        found = list(places(part))
+        *above, key = found[number // len(values)] if number < counts else draw.choice(found)
+        owner = inner(part, above)
         owner[key] = values[number % len(values)] if number < counts else draw.choice(values)
         if number >= counts and number % 3 == 0:
             del owner[key]

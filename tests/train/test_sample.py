@@ -6,22 +6,8 @@ from cs336_systems.host.console import run_command
 from cs336_systems.train import __main__ as training
 from cs336_systems.train import sample
 
-SHORT = [
-    "--device",
-    "cpu",
-    "--batch-size",
-    "2",
-    "--context",
-    "32",
-    "--eval-iters",
-    "1",
-    "--steps",
-    "2",
-    "--num-layers",
-    "1",
-    "--out",
-    "run",
-]
+SHORT = ["--device", "cpu", "--batch-size", "2", "--context", "32", "--eval-iters", "1", "--steps", "2"]
+SHORT += ["--num-layers", "1", "--out", "run"]
 
 
 def test_a_saved_model_writes_what_it_wrote_after_training(in_tmp, quick_probe, capsys):

@@ -34,8 +34,7 @@ def term(step: int, *told: int, when: str = "step") -> list[dict]:
     ("world", "told", "when", "layout", "stops"),
     [
         (1, (0,), "step", {}, 3),
-        (2, (0, 1), "step", {}, 4),
-        (2, (1,), "backward", {"zero": 3}, 4),
+        (2, (0, 1), "backward", {"zero": 3}, 4),
         (2, (0,), "update", {"pp": 2, "num_layers": 2}, 4),
         (2, (0,), "fsync", {"save_every": 3}, 5),  # during a save after step 3: found after step 4
     ],
@@ -169,7 +168,6 @@ def nan(rank: int, *steps: int, when: str = "loss") -> list[dict]:
 @pytest.mark.parametrize(
     ("layout", "rank", "when", "whose", "ahead"),
     [
-        ({}, 1, "loss", "the loss of rank 1 is", 0),
         ({"zero": 3, "background_save": True}, 0, "loss", "the loss of rank 0 is", 0),
         ({"pp": 2, "num_layers": 2}, 1, "loss", "the loss of rank 1 is", 0),
         ({}, 1, "backward", "the gradient, unlike the loss, is", 2),  # as on a GPU, whose norms are looked at late
@@ -208,9 +206,9 @@ def test_a_host_that_is_ahead_looks_at_every_norm_before_a_log_line_and_at_the_e
 @pytest.mark.parametrize("layout", [{"zero": 2}, {"pp": 2, "num_layers": 2}, {"precision": "bf16"}])
 def test_a_step_that_is_left_out_changes_nothing(tmp_path, layout):
     """Saved after every step: before and after the one that is left out the same bits, of optimizer, too."""
-    recipe = tiny(tmp_path, **SMALL | layout | {"save_every": 1, "keep": 9, "on_nonfinite": "skip"})
+    recipe = tiny(tmp_path, **SMALL | layout | {"steps": 4, "save_every": 1, "keep": 4, "on_nonfinite": "skip"})
     outcome = complete(2, recipe, *nan(1, 3))
-    assert "1 of 6 steps were skipped: their gradients were inf or NaN" in outcome.shown
+    assert "1 of 4 steps were skipped: their gradients were inf or NaN" in outcome.shown
     before, after, later = (open_checkpoint(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (2, 3, 4))
     assert before.scalars == after.scalars != later.scalars
     for name, kinds in before.tensors.items():
@@ -220,7 +218,7 @@ def test_a_step_that_is_left_out_changes_nothing(tmp_path, layout):
     assert moved
     assert [each.state["trainer"]["skipped"] for each in (before, after, later)] == [0, 1, 1]
     lines = [line for line in log_of(tmp_path) if "loss" in line]
-    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 0]
     assert (lines[2]["loss"], lines[2]["grad_norm"]) == (None, None)
     assert lines[3]["lr"] == lines[2]["lr"]  # the schedule counts updates
 

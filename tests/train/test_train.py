@@ -94,7 +94,7 @@ def test_own_text(in_tmp, capsys, quick_probe):
 
 def test_a_sample_is_safe_to_print():
     model = TransformerLM(model_preset("tiny"))
-    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 200, 0)
+    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 50, 0)
     text = sample_text(*arguments)
     assert all(c.isprintable() or c == "\n" for c in text)
     assert text == sample_text(*arguments)
@@ -160,16 +160,8 @@ def test_help_lists_every_setting(capsys):
 
 
 def ranks_case(group, folder: str, stage: int) -> dict:
-    recipe = Recipe.of(
-        data=("random",),
-        batch_size=8,
-        context=16,
-        device="cpu",
-        zero=stage,
-        steps=6,
-        log_file=Path(folder, "log"),
-        log_every=2,
-    )
+    recipe = Recipe.of(data=("random",), batch_size=8, context=16, device="cpu", zero=stage, steps=6)
+    recipe = recipe.change(log_file=Path(folder, "log"), log_every=2)
     training.probe = made_up if group.rank() == 0 else None  # in this process only; other ranks measure nothing
     final = train(recipe)
     return {"loss": final["validation_loss"], "rank": group.rank()}
@@ -295,10 +287,8 @@ def test_megatrons_names_train(in_tmp, capsys, quick_probe):
 
 
 def test_megatrons_llama_trains(in_tmp, capsys, quick_probe):
-    line = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu"
-    )
-    line += " --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+    line = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --group-query-attention"
+    line += " --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
     line += " --disable-bias-linear --seq-length 16 --max-position-embeddings 16 --global-batch-size 4 --train-iters 2"
     line += " --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --lr 1e-3 --fp8-format hybrid"
     assert run_command(training.main, [*line.split(), "--device", "cpu", "--log-file", "log"]) == 0
@@ -379,9 +369,9 @@ def layout_case(group, folder: str, layout: dict) -> None:
 
 
 LAYOUTS = {
-    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}, {"cp": 2}),
+    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}, {"cp": 2}),
     "packed": ({"cp": 2, "tp": 2},),
-    "bert": ({"tp": 2, "pp": 2},),
+    "bert": ({"tp": 2, "pp": 2, "micro_batch_size": 2},),
 }
 
 
