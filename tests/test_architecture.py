@@ -46,10 +46,15 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
 def imports(path: Path) -> list[str]:
     """Dotted names of everything that a file imports, at its top or inside a function."""
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -190,7 +195,7 @@ def faults_of(path: Path) -> list[str]:
         found.append(f"has {lines} lines")
     if not ast.get_docstring(tree):
         found.append("does not say in its first line what it is about")
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 45:
             found.append(f"{node.name} is long")
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node in tree.body and not node.name.startswith("_"):

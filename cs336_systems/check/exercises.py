@@ -45,8 +45,7 @@ def grade(
         if not callable(getattr(module, each, None)):
             raise UserError(f"{path} has no {each}, which the exercise {name} asks for")
     if tests is not None:
-        report = grade(name, path, ranks, timeout, only=("training",))
-        return report if report.exit_code() else grade_tests(name, asked["name"], module, tests, ranks, timeout)
+        return grade_tests(name, path, module, tests, ranks, timeout)
     if name in PROBES:
         report = Report(name, "function", asked.get("ranks", ranks))
         probes = {each: partial(PROBES[name], module, **options) for each, options in asked["probes"].items()}
@@ -55,8 +54,7 @@ def grade(
     chosen = candidate(partial(_Ring, found) if name == "ring" else found, asked["kind"], asked["name"])
     if name == "zero-2":  # it makes model and optimizer, which divide gradients and state alike
         chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
-    only = only or tuple(asked.get("only", ()))
-    report = check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only)
+    report = check(_held(chosen, asked, ranks), ranks=ranks, timeout=timeout, only=only or asked.get("only", ()))
     for i, each in enumerate(report.verdicts):
         if each.status in (REFUSED, ABSENT) and each.name in ASKED.get(asked["kind"], ()):
             report.verdicts[i] = replace(each, status=WRONG)
@@ -145,14 +143,16 @@ def _kept(name: str | None, model: Any, optimizer: Any) -> int:
     return sum(stores.values())
 
 
-def grade_tests(name: str, function: str, module: ModuleType, path: Path, ranks: int, timeout: float) -> Report:
-    """The report on tests. `function`: name of what the exercise asks for, in the student's `module`."""
+def grade_tests(name: str, file: Path, module: ModuleType, path: Path, ranks: int, timeout: float) -> Report:
+    """The report on tests, or on the file that they are of (`module`) if that is wrong itself."""
     if name not in VARIANTS:
         raise UserError(f"--tests: {name} has no broken variants; {', '.join(VARIANTS)} have")
     found = {key: value for key, value in vars(load_file(path)).items() if key.startswith("test_") and callable(value)}
     if not found:
         raise UserError(f"{path} has no function test_...")
-    right = getattr(module, function)
+    if (report := grade(name, file, ranks, timeout, only=("training",))).exit_code():
+        return report
+    right = getattr(module, function := EXERCISES[name]["name"])
 
     def run(subject: Any, group: Group) -> None:
         offered = {function: subject, "exchange": exchange, "rank": group.rank(), "world": group.size()}

@@ -37,15 +37,15 @@ def memory_name(pid: int, serial: int) -> str:
 
 
 class Memory:
-    """An anonymous file, mapped into memory."""
+    """An anonymous file, mapped into memory, of which blocks use the first bytes."""
 
     serials = count(1)
 
     def __init__(self, size: int) -> None:
-        self.serial, self.size = next(self.serials), size
+        self.serial, self.size, self.used = next(self.serials), size, 0
         self.file = os.memfd_create(memory_name(os.getpid(), self.serial))
         weakref.finalize(self, os.close, self.file)
-        os.posix_fallocate(self.file, 0, size)  # an error here, not a signal at the first write
+        os.ftruncate(self.file, size)
         self.mapped = mmap.mmap(self.file, size)
 
 
@@ -72,20 +72,24 @@ class Pool:
     def __init__(self) -> None:
         self.free: dict[int, list[Block]] = defaultdict(list)
         self.held: dict[int, Block] = {}
+        self.newest: dict[int, Memory] = {}  # by size of its blocks
 
     def take(self, nbytes: int) -> Block:
         """Take a free block. Raises UserError if there is no memory for a new one."""
         step = 1 << max(12, (nbytes - 1).bit_length() - 3)  # at most a quarter of a block is unused
         size = -(-nbytes // step) * step
-        free = self.free[size]
-        if not free:
-            try:
-                memory = Memory(CHUNK if size <= SMALL else size)
-            except OSError as error:
-                what = f"{size:,} bytes of memory for ranks to share"
-                raise UserError(f"no {what}: {error.strerror}; use --backend gloo") from None
-            free.extend(Block(memory, offset, size) for offset in range(0, memory.size - size + 1, size))
-        return free.pop()
+        if self.free[size]:
+            return self.free[size].pop()
+        try:
+            memory = self.newest.get(size)
+            if memory is None or memory.used + size > memory.size:
+                memory = self.newest[size] = Memory(CHUNK if size <= SMALL else size)
+            os.posix_fallocate(memory.file, memory.used, size)  # an error here, not a signal at the first write
+        except OSError as error:
+            what = f"{size:,} bytes of memory for ranks to share"
+            raise UserError(f"no {what}: {error.strerror}; use --backend gloo") from None
+        memory.used += size
+        return Block(memory, memory.used - size, size)
 
     def give_back(self, block: Block) -> None:
         """Mark a block as free."""
@@ -98,12 +102,7 @@ class Pool:
         holder = (ctypes.c_byte * nbytes).from_buffer(block.memory.mapped, block.offset)
         address = ctypes.addressof(holder)
         self.held[address] = block
-
-        def free() -> None:
-            del self.held[address]
-            self.give_back(block)
-
-        weakref.finalize(holder, free).atexit = False
+        weakref.finalize(holder, lambda: self.give_back(self.held.pop(address))).atexit = False
         return torch.frombuffer(holder, dtype=dtype)
 
     def find(self, tensor: Tensor) -> Span | None:

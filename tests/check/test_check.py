@@ -95,9 +95,9 @@ WEAK = {  # what the torch wrappers' reports say, but for what is right
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [BUCKETED, "ours:zero1", "ours:zero2", "ours:zero3"])
+@pytest.mark.parametrize("name", [BUCKETED, "ours:zero1", "ours:zero3"])
 def test_no_false_alarm(name):
-    """One of each kind; all are checked for everything below, in the slow tests."""
+    """One of each kind (zero2 on three ranks); all are checked for everything below, in the slow tests."""
     report = check(load(name)[0][0], only=SOME, timeout=patience(PATIENCE))
     assert {each.status for each in report.verdicts} == {"right"}, report
     assert report.exit_code(strict=True) == 0
@@ -330,12 +330,15 @@ LOWER = {torch.float32: "float32: relative error", torch.float16: "float16: rela
          torch.bfloat16: "bfloat16: relative error 0.00"}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", LOWER)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float16, 2), *((each, 3) for each in LOWER)])
 def test_a_reduction_in_a_lower_precision_is_named_with_its_dtype(dtype, ranks):
-    name = str(dtype).removeprefix("torch.")
-    report = check(make(DDP, ".double()", f".{ {'float32': 'float', 'float16': 'half'}.get(name, name)}()"),
-                   only="training", ranks=ranks, timeout=patience(PATIENCE))  # fmt: skip
+    """The mean is taken in the same precision, on three ranks in double precision."""
+    old, new = ".double()", f".to({dtype})"
+    if ranks == 3:
+        old = "self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))"
+        new = f"low = flat.to({dtype}); dist.all_reduce(low); flat.copy_(low)"
+        new += "; self.works.append((bucket, flat, dist.barrier(async_op=True)))"
+    report = check(make(DDP, old, new), only="training", ranks=ranks, timeout=patience(PATIENCE))
     assert report.of("gradients").cause == "rounded"
     assert f"({LOWER[dtype]}" in report.of("gradients").says, report
 
