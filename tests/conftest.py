@@ -9,10 +9,11 @@ import torch
 
 from cs336_systems.host import load
 from tests.support.leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401, hooks
-from tests.support.machine import made_up
+from tests.support.machine import made_up, seed_cpus_alone
 
 gc.disable()  # until all is imported and collected: there is nothing to free
 
+seed_cpus_alone()
 load.used_by_others = lambda: 0.0  # it is the tests themselves that make this machine busy
 
 if not torch.cuda.is_available():

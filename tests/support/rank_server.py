@@ -32,11 +32,13 @@ import numpy as np
 import torch
 
 from cs336_systems.comm import Place, distributed
+from tests.support.machine import seed_cpus_alone
 
 # Imported once here rather than by every child.
 for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils.checkpoint", "cs336_systems.train"):
     importlib.import_module(heavy)
 importlib.import_module("benchmarks.zero")
+seed_cpus_alone()
 
 
 class Rank:
