@@ -106,6 +106,8 @@ def note_code() -> None:
                     original.append((vars(module), key, value))
                 # By its type: to ask isinstance of some of torch's old names prints a warning.
                 if issubclass(type(value), type) and value.__module__ == name:
+                    if issubclass(value, torch.optim.Optimizer):  # torch changes the class with its first instance
+                        value._patch_step_function(value.__new__(value))
                     original.extend((vars(value), each, inner) for each, inner in list(vars(value).items()))
 
 
