@@ -1,15 +1,15 @@
 """Blocks of memory that the other ranks of a machine can map.
 
 A rank's blocks lie in anonymous files (memfd), which the others open through /proc. No path can be left behind, and the
-memory is freed with the last process. Free blocks are used again: the system clears new memory at its first use, which
-takes as long as a transfer.
+memory is freed with the last process. Free blocks are used again: the system clears new memory, which takes as long as
+a transfer. Small blocks are cut from files, since open files are limited; each has twice the bytes of the one before.
 """
 
 import ctypes
 import mmap
 import os
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import count
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cs336_systems.errors import UserError
 
-CHUNK, SMALL = 2**23, 2**20  # blocks of up to SMALL bytes are cut from files of CHUNK, since open files are limited
+FIRST, CHUNK, SMALL = 2**18, 2**23, 2**20  # bytes: of a size's first file, of the largest, of the blocks cut from them
 
 
 class Span(NamedTuple):
@@ -71,19 +71,19 @@ class Pool:
 
     def __init__(self) -> None:
         self.free: dict[int, list[Block]] = defaultdict(list)
+        self.files: Counter[int] = Counter()  # by the size of the blocks cut from them
         self.held: dict[int, Block] = {}
 
     def take(self, nbytes: int) -> Block:
         """Take a free block. Raises UserError if there is no memory for a new one."""
         step = 1 << max(12, (nbytes - 1).bit_length() - 3)  # at most a quarter of a block is unused
         size = -(-nbytes // step) * step
-        free = self.free[size]
-        if not free:
+        if not (free := self.free[size]):
             try:
-                memory = Memory(CHUNK if size <= SMALL else size)
+                memory = Memory(max(size, min(CHUNK, FIRST << self.files[size])) if size <= SMALL else size)
             except OSError as error:
-                what = f"{size:,} bytes of memory for ranks to share"
-                raise UserError(f"no {what}: {error.strerror}; use --backend gloo") from None
+                raise UserError(f"no {size:,} bytes of shared memory: {error.strerror}; use --backend gloo") from None
+            self.files[size] += 1
             free.extend(Block(memory, offset, size) for offset in range(0, memory.size - size + 1, size))
         return free.pop()
 

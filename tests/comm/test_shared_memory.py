@@ -29,6 +29,7 @@ from cs336_systems.comm import (
     send,
     shared_memory,
 )
+from cs336_systems.comm.blocks import Pool
 from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT, shared_empty
 from cs336_systems.comm.tables import SLOTS
@@ -342,6 +343,17 @@ def reuse_case(group) -> None:
 
 def test_a_freed_buffer_is_used_again():
     ranks.run(reuse_case, 2)
+
+
+def test_files_of_small_blocks_grow():
+    """Few blocks take little memory, and many take few files."""
+    pool = Pool()
+    spans = [pool.take(100).span(100) for _ in range(5000)]
+    assert len({(span.serial, span.offset) for span in spans}) == 5000
+    files = dict.fromkeys((span.serial, span.size) for span in spans)
+    assert [size for _, size in files] == [2**power for power in (18, 19, 20, 21, 22, 23, 23)]
+    large = pool.take(2**20 + 1)
+    assert large.memory.size == large.nbytes <= 1.25 * 2**20
 
 
 def ends_case(group, how: str) -> None:
