@@ -9,10 +9,11 @@ import torch
 
 from cs336_systems.host import load
 from tests.support.leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401, hooks
-from tests.support.machine import made_up
+from tests.support.machine import made_up, seed_cpus_alone
 
 gc.disable()  # until all is imported and collected: there is nothing to free
 
+seed_cpus_alone()
 load.used_by_others = lambda: 0.0  # it is the tests themselves that make this machine busy
 
 if not torch.cuda.is_available():
@@ -86,9 +87,6 @@ SLOW = (
     "optim/test_adamw::test_clipping_equals_torch[0.5",
     "profiling/test_hostile::test_traces",
     "tensor_parallel/test_plan::test_losses_and_gradients_equal_one_process[4",
-    "test_expert_layouts::test_experts_over_ranks_learn_what_one_process_learns[ep2-capped",
-    "test_expert_layouts::test_experts_over_ranks_learn_what_one_process_learns[ep4-dropless-gpt-zero1",
-    "test_expert_layouts::test_experts_over_ranks_learn_what_one_process_learns[sampling-gpt",
     "test_expert_layouts::test_experts_over_ranks_learn_what_one_process_learns[tp2-pp2-ep2-padded",
     "test_faults_backward::test_right_or_an_error_that_names_the_cause[5 batches on one rank",
     "test_faults_backward::test_right_or_an_error_that_names_the_cause[backward fails on one rank, which retries",

@@ -50,10 +50,8 @@ LAYOUTS = {
         Layout(tp=2, pp=2, cp=2, model="llama", accumulate=True, sequence_parallel=True, **PACKED),
         Layout(tp=2, dp=2, cp=2, cp_type="ulysses", model="llama", zero=3, pack=True),
         Layout(pp=2, dp=2, cp=2, cp_type="gather", accumulate=True, zero=1, dropout=0.1),
-        Layout(tp=2, cp=4, pack=True),
         Layout(tp=2, pp=2, dp=2, model="llama", accumulate=True, schedule="zb-h1", zero=1, sequence_parallel=True),
         Layout(tp=2, pp=2, dp=2, accumulate=True, schedule="zbv", zero=2, sequence_parallel=True),
-        Layout(dp=4, cp=2, zero=3, **PACKED),
     ],
 }
 

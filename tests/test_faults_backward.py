@@ -4,7 +4,7 @@ an error that names the cause, before the optimizer can step. CASES lists each c
 import pytest
 import torch
 
-from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
+from tests.support.fault_cases import ALL, MODES, REDUCES_EARLY, SCATTERS, Case, Run, check
 from tests.test_faults_ddp import USED_EARLY
 
 REDUCED = " | ".join(REDUCES_EARLY)
@@ -290,6 +290,7 @@ CASES = {
     ".grad written to before finish": Case(
         write_before_finish,
         {f"{REDUCED} | stage 2": CHANGED, "stage 2, small | stage 3": USED_EARLY},
+        modes=tuple(MODES),
     ),
     "finish forgotten before the step": Case(forget_to_finish, NOT_SYNCHRONISED),
     "finish forgotten in a closure": Case(forget_in_closure, NOT_SYNCHRONISED),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.fault_cases import ALL, SCATTERS, Case, Net, Replica, Run, check
+from tests.support.fault_cases import ALL, MODES, SCATTERS, Case, Net, Replica, Run, check
 from tests.support.parallel_cases import batch, rows_of
 
 
@@ -378,7 +378,6 @@ RATE = "group 0, lr = 0.05, rank 1 has "
 GONE = "the wrapper of these parameters is gone"
 USED_EARLY = "was used before finish_gradient_synchronization"
 CAST = "was torch.float64 when wrapped and is torch.float32 now"
-SMALL = "stage 2, small"  # where buckets were reduced before the others
 HOOKED = {"stage 3": "first.weight has a gradient hook, which would never run"}
 WAITS_TO_REDUCE = ("naive", "flat", "stage 3")  # else a gradient may be the mean already, and then all is well
 UNSYNCHRONISED = {
@@ -420,7 +419,8 @@ CASES = {
     "cast after wrapping": Case(cast(before_backward=True), CAST),
     "cast between backward and finish": Case(
         cast(before_backward=False),
-        {" | ".join(each for each in ALL[:-1] if each != SMALL): CAST, f"{SMALL} | stage 3": USED_EARLY},
+        {" | ".join((*ALL[:5], "stage 2")): CAST, "stage 2, small | stage 3": USED_EARLY},
+        modes=tuple(MODES),
     ),
     "a parameter replaced after wrapping": Case(replace, "last.weight is not the parameter that was wrapped"),
     "evaluation on rank 0 only, with running statistics": Case(

@@ -64,12 +64,12 @@ def penalty(model: nn.Module) -> torch.Tensor:
 
 
 def training_case(group, cls: type, options: dict, penalised: bool) -> None:
-    """Three steps, with torch's clipping of `parameters()`, equal one process. With penalties, whose gradients go
+    """Two steps, with torch's clipping of `parameters()`, equal one process. With penalties, whose gradients go
     straight into the shards, a step has three backwards, with the penalty before the loss and after it."""
     options = {"lr": 0.01, **options}
     bare, model = make(seed=0), FSDP(make(seed=group.rank()))
     plain, optimizer = (cls(each.parameters(), **options) for each in (bare, model))
-    for step in range(3):
+    for step in range(2):
         share = 0.2 * (group.rank() + 1) / (group.size() + 1)  # 0.1 in the mean
         for part in range(3 if penalised else 1):
             first = share * penalty(model) if penalised and part == 1 else 0

@@ -104,7 +104,8 @@ def cut_case(rank: int, world: int, folder: str, names: list[str], down: float, 
                 comm.at_step(step)
                 if cut and rank == 0 and step == 10:
                     switch = f"ip -n {names[0]} link set {two_nodes.DEVICE}"
-                    subprocess.Popen(["sh", "-c", f"{switch} down; sleep {down}; {switch} up"])
+                    subprocess.run([*switch.split(), "down"], check=True)
+                    subprocess.Popen(["sh", "-c", f"sleep {down}; {switch} up"])
                 tensor = torch.randn(100_000)
                 all_reduce(tensor, group, f"bucket {step}").wait()
                 all_gather(tensor, group, f"weight {step}").wait()

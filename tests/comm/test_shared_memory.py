@@ -29,6 +29,7 @@ from cs336_systems.comm import (
     send,
     shared_memory,
 )
+from cs336_systems.comm.blocks import Pool
 from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT, shared_empty
 from cs336_systems.comm.tables import SLOTS
@@ -341,6 +342,16 @@ def reuse_case(group) -> None:
 
 def test_a_freed_buffer_is_used_again():
     ranks.run(reuse_case, 2)
+
+
+def test_small_blocks_take_few_files_and_no_more_memory_than_they_have():
+    pool = Pool()
+    blocks = [pool.take(100) for _ in range(5000)]
+    spans = [block.span(100) for block in blocks]
+    assert len({(span.serial, span.offset) for span in spans}) == 5000
+    files = {block.memory.file for block in blocks}
+    assert len(files) == 3  # of 2,048 blocks each
+    assert sum(os.fstat(file).st_blocks * 512 for file in files) == sum(block.nbytes for block in blocks)
 
 
 def ends_case(group, how: str) -> None:
