@@ -1,6 +1,7 @@
 """Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
 
 import errno
+import gc
 import math
 import os
 import select
@@ -71,6 +72,9 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    is_process = arguments is None  # which ends with the command: collecting torch's half a million objects is useless
+    if is_process:
+        gc.freeze()
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:
@@ -90,6 +94,8 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
         return 2
     finally:
         warnings.formatwarning = format_of_python
+        if is_process:
+            gc.freeze()
     return 0
 
 
