@@ -1,5 +1,6 @@
 """Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
 
+import atexit
 import errno
 import gc
 import math
@@ -72,9 +73,9 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    is_process = arguments is None  # which ends with the command: collecting torch's half a million objects is useless
-    if is_process:
+    if arguments is None:  # a process of this command alone: what is imported, half a million objects, stays
         gc.freeze()
+        atexit.register(gc.freeze)
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:
@@ -94,8 +95,6 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
         return 2
     finally:
         warnings.formatwarning = format_of_python
-        if is_process:
-            gc.freeze()
     return 0
 
 
