@@ -30,15 +30,6 @@ def commands() -> dict[str, str]:
     return found
 
 
-def full_name(name: str) -> str:
-    """The module of a command, which may be called without its package. Raises UserError for none."""
-    known = commands()
-    fitting = [each for each in known if name in (each, each.partition(".")[2])]
-    if not fitting:
-        raise UserError(f"there is no command {name}: `python -m cs336_systems` lists them")
-    return fitting[0]
-
-
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def command(words: tuple[str, ...]) -> None:
@@ -51,9 +42,11 @@ def command(words: tuple[str, ...]) -> None:
         out.print("Commands, as `python -m NAME` or `cs336 NAME`; `--help` after one lists its options:\n")
         out.print(table)
         return
-    name = full_name(words[0])
+    fitting = [name for name in commands() if words[0] in (name, name.partition(".")[2])]  # also without its package
+    if not fitting:
+        raise UserError(f"there is no command {words[0]}: `python -m cs336_systems` lists them")
     sys.argv[:] = ["-m", *words[1:]]  # as Python has it until it has found the module
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(fitting[0], run_name="__main__", alter_sys=True)
 
 
 def main() -> None:

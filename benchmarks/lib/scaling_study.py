@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
-from importlib import import_module
 from statistics import fmean
 from typing import Any, Self
 
@@ -143,8 +142,6 @@ class Study:
                 require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
             except UserError as error:
                 raise settings.reworded(error) from None
-        if here.world_size == 1 and device.type == "cpu":
-            import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
         self.launcher = Launcher(here, device.type)
 
     def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:

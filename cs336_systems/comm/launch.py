@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from itertools import takewhile
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -145,6 +146,7 @@ def start_ranks(
             worker(here, *arguments)
         else:  # device_count does not start CUDA in this process; if it did, forked ranks could not use it
             device = device or ("cuda" if torch.cuda.device_count() else "cpu")
+            import_module("torch._dynamo")  # models and optimizers load it: once here, not in every rank
             run_ranks(worker, nproc or 1, device, *arguments, patience=patience)
     except CommError as error:
         raise UserError(str(error)) from None

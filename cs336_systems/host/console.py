@@ -1,6 +1,8 @@
 """Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
 
+import atexit
 import errno
+import gc
 import math
 import os
 import select
@@ -71,6 +73,9 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if arguments is None:  # a process of this command alone: what is imported, half a million objects, stays
+        gc.freeze()
+        atexit.register(gc.freeze)
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:

@@ -1,6 +1,5 @@
 """Commands over the traces of a run: `python -m cs336_systems.profiling merge DIR`, and `report DIR`."""
 
-import gc
 import re
 import sys
 from collections import Counter
@@ -61,7 +60,6 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
 def report_command(folder: Path) -> None:
     """Write all reports on the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
     write_report(folder, read_ranks(trace_files(folder)), console.console())
-    gc.freeze()  # a collection of a million objects at exit would be slow, and useless
 
 
 def read_ranks(files: list[Path]) -> list[Trace]:

@@ -228,7 +228,7 @@ class RunOptions:
     eval_interval: int | None = setting(None, "Steps between two evaluations.  [default: one, at the end]", COUNT)
     eval_iters: int = setting(8, "Batches per evaluation.", COUNT)
     prompt: str = setting("def ", "Text that the sample continues.")
-    sample_bytes: int = setting(300, "Length of the sample in bytes.", NATURAL)
+    sample_bytes: int = setting(100, "Length of the sample in bytes.", NATURAL)
     log_file: Path | None = setting(None, "Log file, JSON lines.  [default: train.jsonl in --out or runs]")
     log_every: int = setting(10, "Steps between two log lines.", COUNT)
     timers: Literal["none", "max", "minmax", "waits"] | None = setting(

@@ -130,6 +130,7 @@ def test_where_pictures_cannot_be_left(tmp_path):
         leave_pictures(Record("profiling", config, {}), [parse({"traceEvents": []})], tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize("folder", ["bucketed"], indirect=True)
 def test_the_report_can_be_made_again(folder):
     before = {name: (folder / name).read_bytes() for name in FILES}
     for name in FILES:

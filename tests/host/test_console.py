@@ -1,7 +1,10 @@
 """Readable numbers, options from a dataclass, progress, and the exit status."""
 
+import atexit
+import gc
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,6 +109,17 @@ def test_a_users_error_is_one_line(arguments, status, error, capsys):
 def test_a_defect_keeps_its_traceback():
     with pytest.raises(ValueError, match="a defect"):
         run_command(command, ["--count", "14"])
+
+
+def test_only_the_command_of_a_process_ends_without_a_search_for_garbage(monkeypatch):
+    frozen, at_exit = [], []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    assert run_command(command, ["--count", "13"]) == 2
+    assert not frozen + at_exit, "what a caller leaves behind is to be collected"
+    monkeypatch.setattr(sys, "argv", ["name", "--count", "13"])
+    assert run_command(command) == 2
+    assert (frozen, at_exit) == ([True], [gc.freeze])
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
