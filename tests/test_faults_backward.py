@@ -289,7 +289,7 @@ CASES = {
     "optimizer.zero_grad() after backward, then finish": Case(drop_then_finish(), {REDUCED: DROPPED}),
     ".grad written to before finish": Case(
         write_before_finish,
-        {f"{REDUCED} | stage 2": CHANGED, "stage 2, small | stage 3": USED_EARLY},
+        {f"{REDUCED} | stage 2": CHANGED, "stage 2 in small buckets | stage 3": USED_EARLY},
         modes=tuple(MODES),
     ),
     "finish forgotten before the step": Case(forget_to_finish, NOT_SYNCHRONISED),

@@ -385,7 +385,7 @@ UNSYNCHRONISED = {
     "stage 3": USED_EARLY,
 }
 DDP = ("naive", "flat", "overlapped", "bucketed")
-FEW = ("overlapped", "stage 2, small", "stage 3")  # where each case waits for a timeout
+FEW = ("overlapped", "stage 2 in small buckets", "stage 3")  # where each case waits for a timeout
 
 CASES = {
     "tied weights, a layer called twice": Case(steps()),
@@ -419,7 +419,7 @@ CASES = {
     "cast after wrapping": Case(cast(before_backward=True), CAST),
     "cast between backward and finish": Case(
         cast(before_backward=False),
-        {" | ".join((*ALL[:5], "stage 2")): CAST, "stage 2, small | stage 3": USED_EARLY},
+        {" | ".join((*ALL[:5], "stage 2")): CAST, "stage 2 in small buckets | stage 3": USED_EARLY},
         modes=tuple(MODES),
     ),
     "a parameter replaced after wrapping": Case(replace, "last.weight is not the parameter that was wrapped"),

@@ -270,7 +270,7 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
     # On some processors a product of a matrix and a vector, which spectral_norm has, adds in another order if the
     # matrix does not begin at a multiple of 16 bytes, as in a flat buffer.
     "weight_norm and spectral_norm, old and new": Case(
-        read_before_forward, make=Normed, inexact=("stage 1", "stage 2, small")
+        read_before_forward, make=Normed, inexact=("stage 1", "stage 2 in small buckets")
     ),
     "a functional_call with other parameters": Case(
         called_with(lambda p: p * 0.5), {"stage 3": f"embedding.weight {REPLACED}"}

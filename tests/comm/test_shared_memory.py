@@ -155,7 +155,7 @@ def alone(world: int, dtype: torch.dtype, steps: int) -> tuple[list[dict], dict]
     return found, dict(model.named_parameters())
 
 
-TRAINED = [*product(["float32"], [1, *WORLDS]), ("bfloat16", 3)]
+TRAINED = [*product(["float32"], [1, *WORLDS]), ("bfloat16", 8)]
 WRAPPERS = {
     "naive": NaiveDDP,
     "flat": FlatDDP,

@@ -32,12 +32,12 @@ TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
 SMALL = 0.0005  # MB: a few parameters a bucket
 
 
-# Stage 0 is "bucketed" with the plain optimizer: test_zero.py trains it. Stage 1 has one bucket; "stage 2", which has
-# one, runs only where it differs from many.
-ALL = (*WRAPPERS, "stage 1", "stage 2, small", "stage 3")
+# Stage 0 is "bucketed" with the plain optimizer: test_zero.py trains it. Stage 1 has one bucket; so has "stage 2", which
+# runs only where its outcome differs from that of small buckets.
+ALL = (*WRAPPERS, "stage 1", "stage 2 in small buckets", "stage 3")
 REDUCES_EARLY = ("overlapped", "bucketed", "stage 1")
-FEW = ("flat", "bucketed", "stage 2, small", "stage 3")  # one of each kind
-SCATTERS = ("stage 2, small", "stage 3")
+FEW = ("flat", "bucketed", "stage 2 in small buckets", "stage 3")  # one of each kind
+SCATTERS = ("stage 2 in small buckets", "stage 3")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ MODES = {
     "bucketed": partial(wrapped, partial(BucketedDDP, bucket_size_mb=SMALL)),
     "stage 1": partial(zero, stage=1),
     "stage 2": partial(zero, stage=2),
-    "stage 2, small": small_buckets,
+    "stage 2 in small buckets": small_buckets,
     "stage 3": partial(zero, stage=3),
 }
 

@@ -36,21 +36,34 @@ FAMILIES = {  # of runs that learn the same, and may go on from each other's che
 }
 LAYOUTS = {  # each goes on from the one after it, the last from the first
     "gpt": (
-        *("gpt", "gpt dp2 zero2", "gpt tp2 pp2", "gpt dp3 zero1", "gpt pp2", "gpt dp2 zero3", "gpt pp2 dp2 zero1"),
-        *("gpt tp2", "gpt dp2 zero1", "gpt tp2 dp2 zero2", "gpt dp2"),
+        *("gpt", "gpt dp2 zero2", "gpt tp2 pp2", "gpt dp3 zero2", "gpt pp2", "gpt dp2 zero3", "gpt pp2 dp2 zero1"),
+        *("gpt tp2", "gpt pp2 gpipe", "gpt dp2 zero1", "gpt tp2 dp2 zero2", "gpt dp2", "gpt dp3 zero1"),
     ),
-    # Padded to 600 words, the second rank has none.
-    "llama": ("llama", "llama pp2 chunks2", "llama pp2 zbv", "llama cp2 zero2", "llama tp2 sequence padded600"),
-    "bert": ("bert dp3 zero3", "bert tp2 dp2 sequence zero3", "bert"),
+    "llama": (
+        "llama",
+        "llama pp2 chunks2",
+        "llama pp2 zb",
+        "llama pp2 zbv",
+        "llama cp2 zero2",
+        "llama tp2 sequence padded600",
+    ),  # the second rank has no words
+    "bert": ("bert dp3 zero3", "bert tp2 dp2 sequence zero3", "bert dp2 segments", "bert"),
     "experts": (
-        *("experts dp2 zero2", "experts", "experts ep2 dp2 zero1", "experts tp2 sequence", "experts ep2 zero3"),
-        "experts tp2 ep2",
+        *("experts ep2 zero2", "experts", "experts ep2 dp2 zero1", "experts tp2 sequence", "experts ep2 zero3"),
+        *("experts tp2 ep2", "experts dp2 zero2"),
     ),
     "experts2": ("experts2 pp2 ep2", "experts2 ep2"),
     "random": ("random ep2", "random dp2 zero1"),
-    "bf16": ("bf16 dp2 zero2", "bf16", "bf16 tp2 zero3"),
+    "bf16": ("bf16 dp2 zero2", "bf16", "bf16 cp2", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
+CHOICES = {
+    "gpipe": "schedule",
+    "zb": "schedule",
+    "zbv": "schedule",
+    "segments": "recompute",
+}  # options whose value is a word
+WORDS = {"zb": "zb-h1"}
 ALL = tuple(layout for layouts in LAYOUTS.values() for layout in layouts)
 
 
@@ -74,7 +87,7 @@ def recipe_of(layout: str, folder: str, **changes: object) -> Recipe:
     given = settings(layout)
     chosen = COMMON | FAMILIES[layout.split()[0]] | {"data": (f"{folder}/text",), "steps": FIRST + 1}
     chosen |= {"sequence_parallel": bool(given.pop("sequence", 0))}
-    chosen |= {"schedule": "zbv"} if given.pop("zbv", 0) else {}
+    chosen |= {option: WORDS.get(word, word) for word, option in CHOICES.items() if given.pop(word, 0)}
     chosen |= {"pad_vocabulary": given.pop("padded", chosen["pad_vocabulary"])} | given
     if "num_experts" in chosen:
         chosen["micro_batch_size"] = expert_cases.GROUP  # rows that are routed together
