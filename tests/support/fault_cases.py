@@ -32,8 +32,8 @@ TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
 SMALL = 0.0005  # MB: a few parameters a bucket
 
 
-# Stage 0 is "bucketed" with the plain optimizer: test_zero.py trains it. Stage 1 has one bucket; so has "stage 2", which
-# runs only where its outcome differs from that of small buckets.
+# Stage 0 is "bucketed" with the plain optimizer: test_zero.py trains it. Stage 1 has one bucket, and so has "stage 2",
+# which runs only where its outcome differs from that of small buckets.
 ALL = (*WRAPPERS, "stage 1", "stage 2 in small buckets", "stage 3")
 REDUCES_EARLY = ("overlapped", "bucketed", "stage 1")
 FEW = ("flat", "bucketed", "stage 2 in small buckets", "stage 3")  # one of each kind
