@@ -100,6 +100,6 @@ SHEETS = {"norms": norms.SHEET, "attention": attention.SHEET, "fused": fused.SHE
 
 
 def kernel_pages(results: Path) -> list[str]:
-    """The Markdown tables of every machine, and the goals if there is any."""
+    """The kernels' goals, then the Markdown tables of every machine; nothing without records."""
     tables = [page for name, sheet in SHEETS.items() for page in pages(results, name, sheet.page)]
     return [goals_table(results), *tables] if tables else []

@@ -21,7 +21,7 @@ def describe(outcome: str | dict[str, str]) -> str:
 
 
 def outcome_table() -> str:
-    """One row a case: every one is run in every mode that it makes sense in."""
+    """One row per case, in every mode in which its outcome is tested."""
     lines = ["| what happens | outcome |", "| --- | --- |"]
     modules = (test_faults_ddp, test_faults_backward, test_faults_gradient, test_faults_zero, test_faults_sharding)
     for module in modules:

@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ class Launcher:
                 return work(place, *arguments, **options)
             with tempfile.TemporaryDirectory(prefix="answer-") as folder:
                 path = Path(folder, "answer.json")
-                import_module("torch._dynamo")  # models and optimizers load it: once here, not in every rank
                 run_ranks(_into_file, ranks, self.device, path, work, arguments, options)
                 answer: Answer = json.loads(path.read_text())
                 return answer

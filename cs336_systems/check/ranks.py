@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ def clean_torch() -> Iterator[None]:
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
     """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others."""
-    import_module("torch._dynamo")  # optimizers load it: once here, not in every rank
     found: list[tuple[Case, list[Notes]]] = []
     rest = list(cases)
     while rest:

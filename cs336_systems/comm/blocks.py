@@ -37,7 +37,7 @@ def memory_name(pid: int, serial: int) -> str:
 
 
 class Memory:
-    """An anonymous file, mapped into memory, of which blocks use the first bytes."""
+    """An anonymous file, mapped into memory. Blocks have the first `used` bytes; the rest takes no memory yet."""
 
     serials = count(1)
 
@@ -67,7 +67,7 @@ class Block:
 
 
 class Pool:
-    """This rank's blocks: free ones by size, and those of buffers in use by address."""
+    """This rank's blocks: free ones by size, and those of buffers in use by address. One thread takes them."""
 
     def __init__(self) -> None:
         self.free: dict[int, list[Block]] = defaultdict(list)

@@ -70,6 +70,8 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
     context: Any = get_context("spawn" if device == "cuda" else "fork")
+    if device != "cuda":
+        import_module("torch._dynamo")  # models and optimizers import it: once here, not in every forked rank
     sys.stdout.flush()
     told: list[float] = []  # times of the SIGTERMs, one of which may come while a rank is started
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ExitStack() as leaving:
@@ -146,7 +148,6 @@ def start_ranks(
             worker(here, *arguments)
         else:  # device_count does not start CUDA in this process; if it did, forked ranks could not use it
             device = device or ("cuda" if torch.cuda.device_count() else "cpu")
-            import_module("torch._dynamo")  # models and optimizers load it: once here, not in every rank
             run_ranks(worker, nproc or 1, device, *arguments, patience=patience)
     except CommError as error:
         raise UserError(str(error)) from None

@@ -69,11 +69,12 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line. A user's error becomes one line on stderr, and so does a warning, without its line of code.
     Control characters in them, and those that the terminal or pipe cannot encode, are escaped as in Python. Returns the
-    exit status: 0, 2, 130 for ^C, or 1 without a message if nobody reads stdout any more (`| head`)."""
+    exit status: 0, 2, 130 for ^C, or 1 without a message if nobody reads stdout any more (`| head`). Without
+    `arguments` the process is this command's alone, and garbage is not searched for among what it has imported."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if arguments is None:  # a process of this command alone: what is imported, half a million objects, stays
+    if arguments is None:
         gc.freeze()
         atexit.register(gc.freeze)
     format_of_python = warnings.formatwarning

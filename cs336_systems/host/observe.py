@@ -72,9 +72,9 @@ _known: dict[Any, tuple[Any, tuple[int, int]] | None] = {None: None}
 
 
 def run_operator(function: Any, args: Any, kwargs: Any, rows: int | None) -> tuple[Any, tuple[int, int]]:
-    """Run an operator: its result and work (FLOPs, bytes read and written). On meta and fake tensors torch runs it only
-    once for arguments of the same sizes, strides and dtypes, whose results are alike: looking one up takes a fifth of
-    the time of torch's decompositions in Python, 0.1 ms and more."""
+    """Run an operator. Returns its result and work: FLOPs, bytes read and written. On meta and fake tensors torch runs
+    it once for arguments of the same sizes, strides and dtypes, since their results are alike. Looking one up takes a
+    fifth of the time of torch's decompositions in Python (0.1 ms and more)."""
     packet, key = function.overloadpacket, None
     if function.namespace == "aten" and packet not in UNALIKE:
         with suppress(TypeError):
@@ -121,7 +121,7 @@ def kind_of(value: Any) -> Any:
 def result_kinds(result: Any, args: Any, given: list[Tensor], key: Any) -> tuple[Any, ...] | None:
     """Entry of a result in `_known`; the key has the kinds that the arguments had before."""
     used = {each.untyped_storage()._cdata for each in given}
-    if not used or any(0 in each.stride() for each in given):  # an expanded one's storage may have any size
+    if not used or any(map(overlaps, given)):  # their storages may have any size
         return None
     if args and result is args[0]:
         return () if kind_of(result) == key[2][0] else None
@@ -130,6 +130,11 @@ def result_kinds(result: Any, args: Any, given: list[Tensor], key: Any) -> tuple
         if not is_plain or each.untyped_storage()._cdata in used:
             return None
     return kind_of(result)
+
+
+def overlaps(x: Tensor) -> bool:
+    """True of a tensor that has more elements than places in memory, such as an expanded one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) < x.numel()
 
 
 def tensors(*values: Any) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Collectives in shared memory: sums in the order of the ranks to the last bit, whatever the size, buffer, wrapper and
 ZeRO stage; ranks that wait in different orders; ranks that die, stop or leave; and nothing that stays behind."""
 
+import errno
 import gc
 import os
 import signal
@@ -34,6 +35,7 @@ from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT, shared_empty
 from cs336_systems.comm.tables import SLOTS
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero
 from tests.support import ranks
@@ -346,12 +348,24 @@ def test_a_freed_buffer_is_used_again():
 
 def test_small_blocks_take_few_files_and_no_more_memory_than_they_have():
     pool = Pool()
-    blocks = [pool.take(100) for _ in range(5000)]
-    spans = [block.span(100) for block in blocks]
+    spans = [pool.take(100).span(100) for _ in range(5000)]
     assert len({(span.serial, span.offset) for span in spans}) == 5000
-    files = {block.memory.file for block in blocks}
-    assert len(files) == 3  # of 2,048 blocks each
-    assert sum(os.fstat(file).st_blocks * 512 for file in files) == sum(block.nbytes for block in blocks)
+    assert len({span.serial for span in spans}) == 3  # of 2,048 blocks each
+    assert os.fstat(Pool().take(100).memory.file).st_blocks * 512 <= 2**21  # one huge page
+
+
+def test_memory_that_ends_in_a_file_is_a_users_error_and_loses_no_block(monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pool = Pool()
+    first = pool.take(100)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        with pytest.raises(UserError, match="no 4,096 bytes of memory for ranks to share: No space left on device"):
+            pool.take(100)
+    assert (pool.take(100).memory, first.offset) == (first.memory, 0)
+    assert pool.take(100).offset == 2 * 4096
 
 
 def ends_case(group, how: str) -> None:

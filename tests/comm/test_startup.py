@@ -293,6 +293,20 @@ def launch_case(rank: int, world: int, folder: str, where: str, how: str) -> lis
     return [type(error.value).__name__, str(error.value)]
 
 
+def test_forked_ranks_import_nothing_that_this_process_can_import_for_them(monkeypatch):
+    done = []
+
+    def fork() -> int:
+        done.append("fork")
+        raise OSError("no process is left")
+
+    monkeypatch.setattr(launch, "import_module", done.append)
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(OSError, match="no process is left"):
+        launch.run_ranks(worker, 2, "cpu")
+    assert done == ["torch._dynamo", "fork"]
+
+
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [

@@ -145,5 +145,10 @@ def test_an_expanded_tensor_is_read_as_far_as_its_storage_goes(device):
         seen.begin("add")
         for rows in (one_row, many_rows, one_row):
             rows[:1].expand(10, 4) + 1
+        seen.begin("add overlapping")
+        for numel in (14, 1000, 14):
+            torch.zeros(numel, device=device).unfold(0, 5, 1)[:10] + 1
     result = 4 * 10 * 4
     assert seen.phases["add"].work == {(0, 4 * 4 + result): 2, (0, 2 * result): 1}
+    result = 4 * 10 * 5
+    assert {(0, 4 * 14 + result): 2, (0, 2 * result): 1}.items() <= seen.phases["add overlapping"].work.items()

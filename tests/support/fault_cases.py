@@ -148,8 +148,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def compare(group, case: Case, run: Run, mode: str, want: dict[str, Tensor]) -> None:
-    """The same on all ranks, buffers as well, and on rank 0, where it is known, equal to the oracle: to the bit where
-    the order of additions is the same."""
+    """The same on all ranks, buffers as well, and on rank 0, which alone computes the oracle, equal to it: to the bit
+    where the order of additions is the same."""
     got = full_parameters(run.model)
     prints = torch.tensor([fingerprint(got.values()), fingerprint(run.module.buffers())])
     assert spread(group, [prints]) == 0, f"{mode}: the ranks' parameters or buffers differ"

@@ -10,8 +10,9 @@ FAST = Hardware("fast", 1e12, 1e11, "made up")
 
 
 def seed_cpus_alone() -> None:
-    """Without GPUs torch.manual_seed takes half a millisecond, for stack traces that it keeps until there is one."""
-    if torch.version.cuda is None:
+    """Let torch.manual_seed seed CPUs alone where torch has no other device: for each kind that it lacks it keeps a
+    stack trace, which takes half a millisecond."""
+    if torch.version.cuda is None and torch.version.hip is None and not torch.xpu.is_available():
         for kind in (torch.cuda, torch.xpu, torch.mtia):
             kind.manual_seed_all = lambda seed: None
 

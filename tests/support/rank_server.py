@@ -97,7 +97,7 @@ def serve_cases(rank: int, pipe: TextIO) -> None:
 def note_code() -> None:
     """Note what cases may patch in modules imported since the last call: functions and classes of ours, and of the
     modules in OTHERS."""
-    for name in sys.modules.keys() - noted:
+    for name in sorted(sys.modules.keys() - noted):
         noted.add(name)
         ours = name in OTHERS or name.partition(".")[0] in ("cs336_systems", "benchmarks", "kernels")
         if ours and (module := sys.modules[name]):

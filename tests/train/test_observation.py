@@ -33,7 +33,8 @@ from tests.support.traffic_cases import (
 
 DEEP = {"num_layers": 4}
 ON_TWO = [
-    *(({}, {"tp": 2}), (LLAMA, {"tp": 2, "sequence": True})),
+    ({}, {"tp": 2}),
+    (LLAMA, {"tp": 2, "sequence": True}),
     (BERT | {"recompute": "attention"}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "segments", "recompute_every": 2, "num_layers": 3}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "nested", "num_layers": 5}, {"tp": 2, "sequence": True}),
