@@ -293,7 +293,7 @@ def launch_case(rank: int, world: int, folder: str, where: str, how: str) -> lis
     return [type(error.value).__name__, str(error.value)]
 
 
-def test_forked_ranks_import_nothing_that_this_process_can_import_for_them(monkeypatch):
+def test_torchs_compiler_is_imported_before_ranks_are_forked(monkeypatch):
     done = []
 
     def fork() -> int:

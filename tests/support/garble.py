@@ -17,7 +17,7 @@ def places(value: Any, above: Place = ()) -> Iterator[Place]:
 
 
 def inner(value: Any, place: Place) -> Any:
-    """What is at a place."""
+    """The value at a place."""
     for key in place:
         value = value[key]
     return value

@@ -254,7 +254,7 @@ def restarted() -> None:
 
 
 def torchrun_case(rank: int, world: int, folder: str, words: list[str]) -> None:
-    """What `torchrun --standalone --nproc-per-node 2 --max-restarts 3` does, whose ranks are forked from this process,
+    """Do the same as `torchrun --standalone --nproc-per-node 2 --max-restarts 3`, with ranks forked from this process,
     which has imported everything."""
     sys.argv = ["train", *words]
     standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "logs_specs": DefaultLogsSpecs(folder)}
