@@ -94,7 +94,7 @@ local function moved(document)
   if FORMAT ~= "typst" then
     return nil
   end
-  local kept = pandoc.Blocks({})
+  local kept, before = pandoc.Blocks({}), nil
   for _, block in ipairs(document.blocks) do
     if block.t == "Header" and block.level == 2 then
       chapter = block
@@ -105,9 +105,12 @@ local function moved(document)
         appendix:insert(pandoc.Header(3, pandoc.Inlines(words)))
         appendix:extend(block.content)
       end
+    elseif before == chapter and block.t == "Para" and block.content[1].t == "Emph" then -- a chapter's question
+      kept:extend({ pandoc.RawBlock("typst", "#question["), block, pandoc.RawBlock("typst", "]") })
     else
       kept:insert(block)
     end
+    before = block
   end
   if #appendix > 0 then
     kept:insert(pandoc.Header(2, pandoc.Inlines("Tables and statistics"), { id = "statistics" }))
