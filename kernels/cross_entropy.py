@@ -176,7 +176,7 @@ def check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 def as_linear_would(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """hidden and weight in the dtype of their product: autocast's, or their own. Raises ValueError if these differ."""
     device = hidden.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    casts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     if casts and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
         return hidden.to(dtype), weight.to(dtype)

@@ -1,7 +1,7 @@
 """Launch ranks on this machine without torchrun: one process per rank, one error line for all, no process left running.
 
-CPU ranks are forked, which takes a tenth of a second but needs a parent that has run no tensor code: neither threads
-nor CUDA survive a fork. CUDA ranks are spawned.
+CPU ranks are forked, which takes a tenth of a second. Neither CUDA nor autograd's threads survive a fork, so CUDA ranks
+are spawned, and so are all ranks of a process that has such threads: a backward starts them where torch sees a GPU.
 """
 
 import errno
@@ -60,6 +60,22 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
         os._exit(1)
 
 
+def has_autograd_threads() -> bool:
+    """True if autograd has started threads in this process, as its first backward does where torch sees a GPU."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            if name.read_text().startswith("pt_autograd"):
+                return True
+    return False
+
+
+def importable(worker: Worker) -> Worker:
+    """The worker of a program run by `python -m` under its module's own name: spawned ranks import it by that, since
+    multiprocessing does not import a package's __main__ under another."""
+    spec, is_main = getattr(sys.modules["__main__"], "__spec__", None), worker.__module__ == "__main__"
+    return getattr(import_module(spec.name), worker.__name__) if is_main and spec is not None else worker
+
+
 def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience: float = PATIENCE) -> None:
     """Run `worker(place, *arguments)` in `nproc` processes and wait for all. A CPU rank has cores / nproc threads.
 
@@ -69,8 +85,10 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
-    context: Any = get_context("spawn" if device == "cuda" else "fork")
-    if device != "cuda":
+    context: Any = get_context("spawn" if device == "cuda" or has_autograd_threads() else "fork")
+    if context.get_start_method() == "spawn":
+        worker = importable(worker)
+    else:
         import_module("torch._dynamo")  # models and optimizers import it: once here, not in every forked rank
     sys.stdout.flush()
     told: list[float] = []  # times of the SIGTERMs, one of which may come while a rank is started

@@ -106,9 +106,9 @@ class Capture:
         # The first annotation imports a module whose frames would be garbage in the trace (pytorch issue 113564).
         with record_function("warm-up"):
             pass
-        activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" and not self.nvtx else []
-        self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=self.stack)
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda" and not self.nvtx)]
+        wanted = {"record_shapes": True, "profile_memory": True, "with_stack": self.stack, "acc_events": True}
+        self.profiler = profile(activities=activities, **wanted)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
         self._synchronise()
@@ -186,7 +186,7 @@ class Capture:
             with TemporaryDirectory() as scratch:
                 raw = Path(scratch, "raw.json")
                 self.profiler.export_chrome_trace(str(raw))
-                chrome = read_json(raw)
+                chrome = {"host_name": os.uname().nodename} | read_json(raw)  # torch 2.11 leaves it out
             if not any(event.get("cat") in ("cpu_op", "user_annotation", *DEVICE) for event in chrome["traceEvents"]):
                 print(NO_WORK, file=sys.stderr)
             held, labels = clean(chrome, self.before, self.stepwise)

@@ -1,13 +1,16 @@
 """Start-up and its failures: places, ports, backends, ranks that never come, come twice, disagree, or are killed. Every
 error names the cause and ends within the timeout, and nothing is left running."""
 
+import importlib.machinery
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -305,6 +308,48 @@ def test_torchs_compiler_is_imported_before_ranks_are_forked(monkeypatch):
     with pytest.raises(OSError, match="no process is left"):
         launch.run_ranks(worker, 2, "cpu")
     assert done == ["torch._dynamo", "fork"]
+
+
+def leave_start(place: Place, folder: str) -> None:
+    """Leave a file that says how this rank was started."""
+    Path(folder, "forked" if hasattr(launch, "of_this_process") else "spawned").touch()
+
+
+def threads_case(rank: int, world: int, folder: str, where: str) -> None:
+    named, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        named.set()
+        end.wait(60)
+
+    launch.of_this_process = True
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert named.wait(60)
+    launch.run_ranks(leave_start, 1, "cpu", where)
+    end.set()
+    thread.join()
+    launch.run_ranks(leave_start, 1, "cpu", where)
+
+
+def test_ranks_are_spawned_where_autograd_has_threads(tmp_path):
+    """Where torch sees a GPU, a backward starts such threads, without which a forked rank computes no gradients."""
+    ranks.run_alone(threads_case, 1, where=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["forked", "spawned"]
+
+
+def test_the_worker_of_a_packages_main_is_found_by_spawned_ranks(monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__spec__ = importlib.machinery.ModuleSpec("cs336_systems.train.__main__", None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def work() -> None:
+        """Stand for train's worker, as `python -m cs336_systems.train` defines it."""
+
+    work.__module__ = "__main__"
+    assert launch.importable(work) is importlib.import_module("cs336_systems.train.__main__").work
+    assert launch.importable(worker) is worker
 
 
 @pytest.mark.parametrize(
