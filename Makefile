@@ -46,8 +46,9 @@ $(VENV)/.other-triton: $(VENV)/.installed
 
 # One more than two cores, since ranks also wait for each other; 5 take 14% longer. Each needs a gigabyte of memory.
 WORKERS ?= 3
-# Workers and the commands that tests start read compiled files, even where the environment says not to write any.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
+# Workers and the commands that tests start read compiled files, even where the environment says not to write any. GPUs
+# are hidden: beside one, a process that has computed gradients cannot fork ranks.
+PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
 
 test: $(VENV)/.dev ## run the tests (no GPU needed; four to nine minutes on two cores)
 	$(PYTEST) -m "not slow"

@@ -18,6 +18,9 @@ load.used_by_others = lambda: 0.0  # it is the tests themselves that make this m
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
+# Autograd decides now that it needs no threads, with which this process could not fork ranks. With a build for CUDA it
+# would decide otherwise after a test with fake tensors, for which torch pretends that there are GPUs.
+torch.ones((), requires_grad=True).backward()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need on a GPU
 
 
