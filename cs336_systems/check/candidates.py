@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.check.foreign import FOREIGN, Built, foreign
+from cs336_systems.check.foreign import FOREIGN, foreign
 from cs336_systems.check.targets import KINDS, require_target
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
@@ -42,6 +42,7 @@ ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, a
 GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
                  "group")  # fmt: skip
 ENDED = "ended by itself with exit code"
+Built = tuple[Any, Any]  # a model and its optimizer
 BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
 
 
@@ -117,6 +118,11 @@ def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
     return module, wrap(module.parameters(), cls, **options)
 
 
+def prepared(accelerator: Any, module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Any:
+    """Model and optimizer that Hugging Face's Accelerator has wrapped."""
+    return accelerator(cpu=True).prepare(module, cls(module.parameters(), **options))
+
+
 def ours(name: str) -> Candidate:
     """A wrapper or ZeRO stage of this library."""
     if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
@@ -162,7 +168,9 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     file without a name gives the course's adapters in it, or its only class or function. Raises UserError."""
     require_target(target)
     if target in FOREIGN:
-        return [Candidate(target, *foreign(target))], None
+        kind, wrap = foreign(target)
+        other = candidate(wrap, kind, target)
+        return [replace(other, build=partial(prepared, wrap)) if target == "accelerate" else other], None
     path, _, name = target.partition(":")
     if path == "ours":
         return [ours(name)], None

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
@@ -15,8 +15,6 @@ from unittest import mock
 from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
-
-Built = tuple[Any, Any]  # a model and its optimizer
 
 
 class Late:
@@ -49,7 +47,7 @@ def late_collectives() -> Iterator[None]:
 
 
 def _late(function: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(inspect.unwrap(function))
+    signature = inspect.signature(function)
 
     @wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
@@ -62,13 +60,15 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _counter() -> Counter[str]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
     counts = Counter[str]()
 
-    class Counting(import_module("torch.utils._python_dispatch").TorchDispatchMode):  # type: ignore[misc]
+    class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "c10d" in function.namespace and "wait" not in (name := function.overloadpacket.__name__):
-                leaves = import_module("torch.utils._pytree").tree_leaves((args, kwargs))
-                counts["elements"] += sum(each.numel() for each in leaves if hasattr(each, "numel"))
+                counts["elements"] += sum(x.numel() for x in tree_leaves((args, kwargs)) if hasattr(x, "numel"))
                 counts["reductions"] += "reduce" in name
             return function(*args, **(kwargs or {}))
 
@@ -94,12 +94,12 @@ def exchange(piece: Any, into: Any) -> None:
     sent.wait()
 
 
-FOREIGN = {  # wrappers of other systems: kind, and the module that has them
-    "torch:ddp": ("ddp", "torch.nn.parallel"),
-    "torch:fsdp2": ("fsdp", "torch.distributed.fsdp"),
-    "torch:zero": ("sharded-optimizer", "torch.distributed.optim"),
-    "accelerate": ("ddp", "accelerate"),
-    "deepspeed:zero1": ("ddp", "deepspeed"),
+FOREIGN = {  # wrappers of other systems: kind, the module that has them, and their name in it
+    "torch:ddp": ("ddp", "torch.nn.parallel", "DistributedDataParallel"),
+    "torch:fsdp2": ("fsdp", "torch.distributed.fsdp", "fully_shard"),
+    "torch:zero": ("sharded-optimizer", "torch.distributed.optim", "ZeroRedundancyOptimizer"),
+    "accelerate": ("ddp", "accelerate", "Accelerator"),
+    "deepspeed:zero1": ("ddp", "deepspeed", "DeepSpeedEngine"),
 }
 
 
@@ -112,21 +112,9 @@ def require_installed(name: str) -> None:
         raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
 
 
-def foreign(name: str) -> tuple[str, Callable[..., Built]]:
-    """Kind and builder of a wrapper of another system, whose module is imported once, before ranks are forked."""
-    kind, module = FOREIGN[name]
+def foreign(target: str) -> tuple[str, Any]:
+    """Kind of a wrapper of another system, and the wrapper, which is imported once, before ranks are forked."""
+    kind, module, name = FOREIGN[target]
     with catch_warnings():
         simplefilter("ignore")  # their own deprecations
-        return kind, partial(_built, name, import_module(module))
-
-
-def _built(name: str, library: Any, module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    if name == "torch:zero":
-        parameters = module.parameters()
-        return module, library.ZeroRedundancyOptimizer(parameters, optimizer_class=cls, process_group=group, **options)
-    if name == "torch:fsdp2":
-        library.fully_shard(module)
-    if name == "torch:ddp":  # with buckets so small that there are several
-        module = library.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0005)
-    optimizer = cls(module.parameters(), **options)
-    return library.Accelerator(cpu=True).prepare(module, optimizer) if name == "accelerate" else (module, optimizer)
+        return kind, getattr(import_module(module), name)

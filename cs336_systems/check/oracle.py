@@ -48,12 +48,12 @@ def copied(tensor: Tensor) -> Tensor:
     return real.detach().to("cpu", torch.float64, copy=True)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ObservedRun(Run):
     """A run of a case that notes what it computes: whole weights and gradients, by the bare module's names."""
 
-    case: Any = None
-    bare: Any = None  # the module itself
+    case: Case
+    bare: Any  # the module itself
     notes: Notes = field(default_factory=Notes)
     number: int = -1  # of the step; -1 before the first
 

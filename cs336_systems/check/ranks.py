@@ -1,5 +1,5 @@
 """Run cases on forked ranks: one case after another, each in a process group of its own, until one fails; the cases
-after that get new ranks. Every wait has an end."""
+after that get new ranks, since an error may leave a candidate's globals half changed. Every wait has an end."""
 
 import faulthandler
 import json
@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, exits_raised, line_of
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
+from cs336_systems.check.models import Run
 from cs336_systems.check.oracle import Notes, ObservedRun
 from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
 from cs336_systems.comm.launch import run_ranks
@@ -130,8 +131,8 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     model, optimizer = candidate.build(module, case.cls, case.options, group)
     copies = [x for x in getattr(model, "modules", list)() if dict(x.named_parameters()).keys() == shapes.keys()]
     bare = module if module in copies or not copies else copies[0]  # a wrapper may have copied it
-    run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes)
-    run.candidate, run.group, run.shapes = candidate, group, shapes
+    run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes,
+                       candidate=candidate, group=group, shapes=shapes)  # fmt: skip
     for _ in run.observed():
         pass
 
@@ -141,6 +142,7 @@ def _full(x: Any) -> Any:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+@dataclass(kw_only=True)
 class CandidateRun(ObservedRun):
     """A rank's part of a program with a candidate's model. All ranks must call these methods together."""
 
@@ -202,8 +204,7 @@ class CandidateRun(ObservedRun):
         self.candidate.before(self.model, self.optimizer)
         return super().loss(step, **options)
 
-    def backward_of(self, loss: Tensor, **options: Any) -> None:
-        loss.backward(**options)
+    backward_of = Run.backward_of  # of the reference alone are the parts of a gradient noted
 
     def train(self, step: int, **options: Any) -> Iterator[None]:
         """Take an ordinary step, or the user's training step."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -439,6 +439,28 @@ def test_complex_numbers_are_compared_whole():
     assert_right(Complex, build, kind="ddp", only="training")
     report = check(RealPartsOnly, build, kind="ddp", only="training")
     assert report.of("gradients").status == "WRONG"
+
+
+class Remembering(Complex):
+    """Data parallelism that takes no parameter without axes, and has one list of ready gradients for all wrappers."""
+
+    ready: ClassVar[list] = []
+
+    def __init__(self, module):
+        super().__init__(module)
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(self.ready.append)
+
+    def finish_gradient_synchronization(self):
+        assert all(p.dim() for p in self.ready), "no scalars"
+        super().finish_gradient_synchronization()
+        self.ready.clear()
+
+
+def test_a_failed_case_leaves_nothing_to_the_next():
+    """Ranks that went on after an error would find the list as it left it."""
+    report = check(Remembering, kind="ddp", only=("a parameter without axes", "clipping by the norm"))
+    assert [each.status for each in report.verdicts] == ["refused", "right"], report
 
 
 @pytest.mark.parametrize(
