@@ -11,7 +11,6 @@ from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text, plot_text
 from writeup.book import Book
-from writeup.cells import NONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
 
@@ -83,35 +82,6 @@ def families_table(book: Book, runs: Sequence[Published]) -> Table:
         rows.append([*words, f"{figures[0]:.1%}", *(f"{each:+.1%}" for each in figures[1:])])
     columns = ("<family", "<machine", "<fitted", "runs", "mean size of error", "mean error", "worst")
     return Table(book, columns, rows, always=True)
-
-
-def runs_table(book: Book, runs: Sequence[Published]) -> Table:
-    """Measured and predicted seconds of each run."""
-    rows = [
-        [
-            markdown_text(each.run.id), f"{each.run.plan.ranks} {markdown_text(each.run.system.name)}",
-            "/".join(str(degree) for degree in (each.run.plan.tp, each.run.plan.pp, each.run.plan.dp)),
-            f"{each.seconds:.4g} s", f"{each.step.total:.4g} s ({each.step.total / each.seconds:.3f})",
-            f"{each.step.mfu:.1%}", f"{each.step.parts['bubble'] / each.step.total:.1%}" if each.run.plan.pp > 1
-            else NONE,
-        ]
-        for each in runs
-    ]  # fmt: skip
-    columns = ("<run", "<machines", "tp/pp/dp", "published", "predicted (of it)", "MFU, predicted", "bubble, predicted")
-    return Table(book, columns, rows, always=True)
-
-
-def totals(runs: Sequence[Published]) -> list[str]:
-    """A sentence without a full stop on those that were fitted, and one on those that were not."""
-    said = []
-    for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
-        errors = [each.error for each in runs if each.fitted == fitted]
-        if errors:
-            said.append(
-                f"{len(errors)} runs {words}: an error of {mean(map(abs, errors)):.1%} on average, {mean(errors):+.1%} "
-                f"with its sign, {max(errors, key=abs):+.1%} at worst"
-            )
-    return said
 
 
 def far_off(runs: Sequence[Published]) -> list[str]:

@@ -15,10 +15,6 @@ class Line:
     bandwidth: float
     residual: float
 
-    def seconds(self, nbytes: float, calls: float = 1) -> float:
-        """Predicted seconds for `nbytes` bytes in all, sent by `calls` calls."""
-        return self.overhead * calls + nbytes / self.bandwidth
-
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Line | None:
     """The line through (calls, bytes, seconds), by least squares of relative errors, since sizes span decades.

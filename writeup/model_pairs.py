@@ -14,7 +14,7 @@ from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, predicted_ms, timing
 from writeup.tables import Table
-from writeup.words import faster, joined, pair_ratios
+from writeup.words import joined, pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
@@ -87,17 +87,6 @@ def predicted_ratio(base: Record, record: Record) -> float | None:
     """The predicted time of one record over that of another, where both have a prediction."""
     first, second = predicted_ms(base), predicted_ms(record)
     return first / second if first and second else None
-
-
-def said(pairs: Pairs, variant: str, base: str) -> list[str]:
-    """Sentences that name the faster of the two for each size and pass."""
-    found = pairs.items()
-    return [f"`{size}`, {what}: {faster(variant, record, base, plain)}." for (size, what), (plain, record) in found]
-
-
-def size_and_pass(record: Record) -> list[str]:
-    """The first two cells of a row."""
-    return [markdown_text(str(record.config[key])) for key in ("size", "mode")]
 
 
 def setup(cited: Citation, vary: tuple[str, ...] = ()) -> str:

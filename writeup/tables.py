@@ -34,9 +34,6 @@ class Table:
     caption: str = ""
     always: bool = False  # shown although nothing was measured, for what it predicts or quotes
 
-    def __bool__(self) -> bool:
-        return bool(self.records)
-
     @property
     def citations(self) -> list[Citation]:
         """The citations, as a list."""

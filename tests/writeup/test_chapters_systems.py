@@ -13,7 +13,7 @@ from writeup import cost_runs
 from writeup.basis import machine_rates, sizes_table
 from writeup.book import Book, Citation
 from writeup.chapters import arithmetic, introduction, megatron, roofline
-from writeup.cost_runs import Published, published_runs
+from writeup.cost_runs import published_runs
 from writeup.megatron_study import predicted_step, study_table, without_recipe
 from writeup.moe_profile import published_shares, same_calls
 
@@ -29,16 +29,6 @@ def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **m
 def citation(*records: Record) -> Citation:
     """A citation as a chapter gets it."""
     return Citation(records[0].benchmark, "run it", records, frozenset(key for each in records for key in each.config))
-
-
-def save(candidate: str, ms: float, said: float | None = None, nbytes: int = 2**20, **config: Any) -> Record:
-    """A record of `benchmarks.checkpoints` with a narrow spread."""
-    state = {"size": "tiny", "year": 2024, "ranks": 2, "d_model": 8, "layers": 1}
-    samples = [share * ms for share in (0.99, 0.995, 1.0, 1.005, 1.01)]
-    return record(
-        "checkpoints", {"candidate": candidate, **state, **config}, samples,
-        metrics={"bytes": nbytes}, predicted={"mean_ms": said} if said else {},
-    )  # fmt: skip
 
 
 def test_what_is_said_of_gpus_follows_from_the_records():
@@ -61,13 +51,6 @@ def test_limits_of_parallelism_agree_with_their_ratios():
             asked *= int(each)
         assert (float(share.rstrip("%")) <= 100) == (asked <= int(limit.split()[0])), (split, way)
     assert float(rows[-2][3].rstrip("%")) < float(rows[-1][3].rstrip("%"))  # what overlaps takes less
-
-
-def evaluation(moe_kind: str, sent: float, dropped: float, loss: float, **config: Any) -> Record:
-    """A record of `benchmarks.moe_eval` whose prediction is 1000 bytes an all-to-all."""
-    metrics = {"bytes_per_all_to_all": sent, "dropped": dropped, "loss": loss, "tokens": 64}
-    shape = {"moe": moe_kind, **config}
-    return record("moe_eval", shape, (1, 2, 3), metrics=metrics, predicted={"bytes_per_all_to_all": 1000})
 
 
 def test_the_published_profile_says_that_the_host_decides():
@@ -112,15 +95,6 @@ def test_families_that_are_far_off_are_named_with_a_reason_or_without(monkeypatc
     assert all(any(name in each.row["family"] for each in runs) for name in cost_runs.REASONS)
     monkeypatch.setattr(cost_runs, "FAR", 10.0)
     assert cost_runs.far_off(runs) == []
-
-
-def test_totals_count_fitted_and_predicted_runs_apart():
-    runs: Sequence[Published] = published_runs()
-    fitted = [each for each in runs if each.fitted]
-    said = cost_runs.totals(runs)
-    assert said[0].startswith(f"{len(fitted)} runs were fitted: ")
-    assert said[1].startswith(f"{len(runs) - len(fitted)} runs were only predicted: ")
-    assert len(cost_runs.totals(fitted)) == 1
 
 
 @pytest.mark.parametrize("kind", ["wrong", "missing"])

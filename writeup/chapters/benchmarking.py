@@ -190,16 +190,6 @@ def expected(table: PublishedTable) -> list[float | None]:
     return found
 
 
-def backward(cited: Citation) -> str:
-    """Time of a backward pass over that of a forward pass, by size, where neither time is noisy."""
-    shares = []
-    for size in cited.measured.values("size"):
-        one, other = (cited.measured.one(size=size, mode=mode) for mode in ("forward", "backward"))
-        if one and other and not one.flags and not other.flags:
-            shares.append(f"{median_ms(other) / median_ms(one):.1f} at `{size}`")
-    return joined(shares) if shares else ""
-
-
 def original_cold(book: Book) -> str:
     """The largest deviation of the original's times, as a share of the mean, without warm-up and with: a sentence."""
     most, share = [], 0.0

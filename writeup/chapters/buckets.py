@@ -15,7 +15,7 @@ from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, prediction, ratio, timing
+from writeup.cells import NONE, median_ms
 from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.line_fit import Line, fit
@@ -85,20 +85,6 @@ def model_of(run: Citation) -> Model | None:
     nbytes = metric(timed[0], "bytes_sent") / sent("all-reduce", timed[0].config["ranks"])
     line = fit([(metric(r, "collectives"), nbytes, metric(r, "communication_ms") / 1e3) for r in timed])
     return Model(run, nbytes, line, BACKWARD * median_ms(alone) / 1e3) if line else None
-
-
-def sweep(book: Book, run: Citation) -> Table:
-    """Step by bucket size: measured, predicted, and what the equation leaves exposed."""
-    model, rows = model_of(run), []
-    for record in sweep_of(run):
-        buckets = metric(record, "collectives")
-        said = [format_seconds(each(buckets)) for each in (model.exposed, model.general)] if model else [NONE, NONE]
-        exposed = format_seconds(metric(record, "exposed_ms") / 1e3)
-        size = size_name(bucket_bytes(record) or 0.0)
-        rows.append([size, str(buckets), timing(book, record), prediction(record), ratio(record), exposed, *said])
-    columns = ("bucket", "collectives", "step", "predicted (of measured)", "over torch DDP",
-               "exposed", "T(n)", "with backward's length")  # fmt: skip
-    return Table(book, columns, rows, run)
 
 
 def fits(book: Book, models: list[Model], cited: list[Citation]) -> Table:
@@ -185,17 +171,3 @@ def published(book: Book) -> Table:
         for backend, size in models
     ]
     return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes, always=True)
-
-
-def bound(model: Model) -> str:
-    """State the longer of the two, backward or communication, and the consequence."""
-    transfer = model.nbytes / model.line.bandwidth
-    if transfer > model.backward:
-        return (
-            f"the bytes take {format_seconds(transfer)}, longer than backward's {format_seconds(model.backward)}, so "
-            f"{format_seconds(transfer - model.backward)} cannot hide whatever the bucket"
-        )
-    return (
-        f"the bytes take {format_seconds(transfer)}, which {format_seconds(model.backward)} of backward would hide if "
-        "sending them took nothing from computing"
-    )

@@ -1,14 +1,12 @@
 """Operators of a pass: number of calls, and share of its time."""
 
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
-from cs336_systems.presets import preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, median_ms, quartiles
+from writeup.cells import NONE, median_ms
 from writeup.operators import Profile, by_own_time, clocked, config_of, flops_ratio
 from writeup.profiles import tables, with_tables
 from writeup.publications import ORIGINAL
@@ -19,7 +17,6 @@ COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --atte
 SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
 SOFTMAX, SCORES = "softmax of attention", "both products"
-SAME = ("size", "year", "precision", "norm", "attention", "compile", "recompute", "batch_size", "context")
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -40,22 +37,6 @@ def content(book: Book) -> dict[str, Any]:
 def largest(cited: Citation) -> Record | None:
     """The profile whose step took longest: the one in which operators, not their starts, take the time."""
     return max(cited, key=median_ms, default=None)
-
-
-def benchmarked(book: Book, record: Record) -> Citation:
-    """The benchmark of the same model's forward pass, one record or none."""
-    same = {key: record.config[key] for key in SAME}
-    found = book.cite("e2e", same, warmup=2, mode="forward", command=command_of(record)).measured
-    plain = tuple(each for each in found if each.config.get("kernels") == record.config.get("kernels"))
-    return replace(found, records=plain[:1])
-
-
-def command_of(record: Record) -> str:
-    """Command that measures a profile's model with its tokens: the settings that differ from its size's preset."""
-    config, usual = record.config, preset(record.config["size"], record.config["year"])
-    own = {"attention": usual.model.attention, "batch_size": usual.batch_size, "context": usual.model.context_length}
-    asked = [f"--{key.replace('_', '-')} {config[key]}" for key, value in own.items() if config[key] != value]
-    return " ".join((f"python -m benchmarks.e2e --size {config['size']}", *asked))
 
 
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
@@ -123,15 +104,3 @@ def more_time_than_flops(cited: Citation, book: Book) -> str:
     return (
         joined(f"{times(each)} ({size})" for size, each in found.items()) if min(found.values(), default=0) > 1 else ""
     )
-
-
-def agree(cited: Citation, book: Book) -> str:
-    """Agreement of profile and benchmark within the spread of the samples: a clause, or nothing."""
-    found = []
-    for record in cited:
-        for other in benchmarked(book, record):
-            low, high = quartiles(other.samples_ms)
-            ratio = record.metrics["forward_ms"] / median_ms(other)
-            inside = low <= record.metrics["forward_ms"] <= high
-            found.append(f"{'within its quartiles' if inside else f'{ratio:.2f} of it'} at {record.config['size']}")
-    return joined(found) if found else ""

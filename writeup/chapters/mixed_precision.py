@@ -14,7 +14,6 @@ from writeup.tables import Table
 from writeup.words import joined, pair_ratios
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
-MODES = ("forward", "backward", "forward-backward", "step")
 PLAIN = {"year": 2024, "norm": "rmsnorm", "compile": False, "recompute": "none", "warmup": 2}
 TOY, OURS = "toy model of the course", "transformer of this project"
 # The original's name of a part of the toy model, that of the record, and which way.
@@ -66,14 +65,6 @@ def accumulation(book: Book, cited: Citation) -> Table:
             )
     columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
     return Table(book, columns, rows, cited)
-
-
-def stuck(record: Record | None) -> str:
-    """Value at which a sum of bfloat16 stops growing: a clause, or nothing."""
-    found = (record.metrics["sums"] if record else {}).get("bf16 += bf16")
-    if not found or found["added"]:
-        return ""
-    return f"in bfloat16 the sum of {record.config['terms']:,} terms stops at {found['sum']:g}" if record else ""
 
 
 def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:

@@ -15,14 +15,12 @@ from writeup.rank_runs import DDP, THROTTLED, link_title, runs_of, title
 from writeup.tables import Table, missing
 from writeup.words import in_turn, joined
 
-ALONE, TORCH = "no communication", "torch DDP"
+ALONE = "no communication"
 RUNGS = ("naive", "flat", "overlapped")
 WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "torch-ddp")
 STUDENTS = ("brandon-snider", "damek", "enzo-ding")
 TRACE = "python -m benchmarks.profiling_run --nproc 2 --wrapper"
 SHARE = "communication share"
-OWN = "the machine's own link"
-MARGIN = 0.1  # by which communication must be shorter or longer before a sentence says so
 
 
 def content(book: Book) -> dict[str, Any]:
