@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from textwrap import fill
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,8 @@ STYLE = {
     "legend.frameon": False,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
+WIDTH = 8.0  # inches; printed 17 cm wide, text of 8.3 points has 7
+LINE = 95  # characters of a title over the whole width
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,39 @@ def picture(path: Path, name: str, caption: str, alt: str) -> Figure:
 
 
 def drawn(name: str, canvas: Any, caption: str, alt: str) -> Figure:
-    """A matplotlib Figure that was drawn elsewhere, as the same bytes for the same data; text becomes outlines.
+    """A matplotlib Figure that was drawn elsewhere for a screen, made narrower; the same bytes for the same data.
 
     It must have been drawn under `plain_settings`, as all that chapters call is.
     """
     with plain_settings({key: STYLE[key] for key in ("svg.hashsalt", "svg.fonttype")}):
+        _narrow(canvas)
         return Figure(name, _svg(canvas), caption, alt)
+
+
+def _narrow(canvas: Any) -> None:
+    """Make a matplotlib figure for a screen narrower, so that its small text can be read on A4: titles and labels are
+    broken into lines that fit their panel, legends of several columns get half as many, and the figure gets higher."""
+    canvas.set_size_inches(WIDTH, 1.15 * canvas.get_size_inches()[1])
+    if canvas.get_suptitle():
+        canvas.suptitle(fill(canvas.get_suptitle(), LINE), fontsize="medium")
+    for axes in canvas.axes:
+        place = axes.get_subplotspec()
+        share = (place.colspan.stop - place.colspan.start) / place.get_gridspec().ncols if place else 1.0
+        most = max(12, int(0.8 * LINE * share))
+        axes.set_title(fill(axes.get_title(loc="left"), most), loc="left", fontsize="medium")
+        axes.set_xlabel(fill(axes.get_xlabel(), most))
+        if (legend := axes.get_legend()) and legend._ncols > 1:
+            below = -0.16 - 0.05 * axes.get_xlabel().count("\n")
+            axes.legend(**_halved(legend), loc="upper center", bbox_to_anchor=(0.5, below))
+    for legend in canvas.legends:
+        legend.remove()
+        canvas.legend(**_halved(legend), loc="outside upper left")
+
+
+def _halved(legend: Any) -> dict[str, Any]:
+    labels = [text.get_text() for text in legend.get_texts()]
+    columns = (legend._ncols + 1) // 2
+    return {"handles": legend.legend_handles, "labels": labels, "ncols": columns, "frameon": False, "fontsize": "small"}
 
 
 def _svg(canvas: Canvas) -> str:

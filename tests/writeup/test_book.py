@@ -13,8 +13,7 @@ from cs336_systems.host.console import run_command
 from writeup import book as books
 from writeup import compose as composing
 from writeup import freshness
-from writeup.book import Book, Citation, choose_machine, metric
-from writeup.catalogue import benchmark
+from writeup.book import Book, Citation, benchmark, choose_machine, metric
 from writeup.cells import mean_and_deviation, median_ms, prediction, quartiles, timing
 from writeup.contents import CHAPTERS
 from writeup.errors import CitationError

@@ -10,10 +10,9 @@ from benchmarks.records import Record
 from writeup.book import Citation
 from writeup.chapters import gallery
 from writeup.chapters.buckets import fastest, model_of, nearest
-from writeup.chapters.sharding_published import schemes, traffic_bytes
+from writeup.chapters.optimizer_sharding import schemes, traffic_bytes
 from writeup.chapters.wrappers import whiskers
-from writeup.line_fit import fit
-from writeup.rank_runs import line_of, runs_of
+from writeup.rank_runs import fit, line_of, runs_of
 
 SETTINGS = {"d_model": 64, "layers": 2, "ranks": 2, "link": ""}
 STAMP = {"device": "AMD EPYC", "commit": "unknown", "date": "2026-11-22T10:00:00+00:00", "cores": 4}

@@ -18,9 +18,8 @@ from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms
 from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
-from writeup.line_fit import Line, fit
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, link_title, link_words, runs_of
+from writeup.rank_runs import DDP, THROTTLED, Line, fit, link_title, link_words, runs_of
 from writeup.tables import Table
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward

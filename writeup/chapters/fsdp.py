@@ -20,7 +20,7 @@ from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, age, prediction, ratio, timing
-from writeup.chapters.sharding_published import PARTS
+from writeup.chapters.optimizer_sharding import PARTS
 from writeup.rank_runs import ZERO, model_of, runs_of
 from writeup.tables import Table, missing
 from writeup.words import joined

@@ -3,11 +3,12 @@
 from typing import Any
 
 from benchmarks.records import Record
+from cs336_systems.cost import forward_flops
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
+from cs336_systems.presets import ModelConfig, preset
 from writeup.book import Book, Citation
 from writeup.cells import NONE, median_ms
-from writeup.operators import Profile, by_own_time, clocked, config_of, flops_ratio
 from writeup.profiles import tables, with_tables
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
@@ -17,6 +18,9 @@ COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --atte
 SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
 SOFTMAX, SCORES = "softmax of attention", "both products"
+SOFTMAX_FLOPS = 5  # of an element: compare, subtract, exponentiate, add, divide
+
+Profile = dict[str, Any]
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -37,6 +41,31 @@ def content(book: Book) -> dict[str, Any]:
 def largest(cited: Citation) -> Record | None:
     """The profile whose step took longest: the one in which operators, not their starts, take the time."""
     return max(cited, key=median_ms, default=None)
+
+
+def config_of(record: Record) -> ModelConfig:
+    """The model of a record, with the context that it ran."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    return model.override(context_length=config["context"], norm=config["norm"], attention=config["attention"])
+
+
+def clocked(profile: Profile) -> tuple[str, str, str]:
+    """The names of a row's own time, of its share, and of its total: the device's where anything ran on one."""
+    where = "device" if profile["clock"] == "device" else "cpu"
+    return f"{where}_self", f"{where}_self_share", f"{where}_total"
+
+
+def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
+    """The operators of a phase, or of the step, with the longest self time."""
+    own, _, _ = clocked(profile)
+    return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
+
+
+def flops_ratio(config: ModelConfig) -> float:
+    """FLOPs of the softmax over those of the two products, of any batch."""
+    scores = config.num_layers * config.num_heads * config.context_length**2
+    return SOFTMAX_FLOPS * scores / forward_flops(config, 1, config.context_length)["scores"]
 
 
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:

@@ -22,9 +22,7 @@ BASE = "torch"
 def content(book: Book) -> dict[str, Any]:
     """A table for each kernel, and the largest shape of each in one."""
     cited = {kernel: book.cite("fused", kernel=kernel) for kernel in KERNELS}
-    return {
-        "all": largest(book, list(cited.values())),
-    }
+    return {"all": largest(book, list(cited.values()))}
 
 
 def shape(record: Record) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks.records import Record, read_records
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.basis import rates_table, sizes_table
-from writeup.book import Book, Citation, machines
-from writeup.catalogue import RUNS
+from writeup.book import BENCHMARKS, Book, Citation, machines
 from writeup.cells import NONE, median_ms, predicted_ms, quartiles
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
@@ -22,7 +21,7 @@ Pair = tuple[float, float]  # predicted, measured
 
 def content(book: Book) -> dict[str, Any]:
     """The overview of all benchmarks, and the values that its sentences quote."""
-    cited = {name: book.cite(name) for name in dict.fromkeys(run.name for run in RUNS)}
+    cited = {name: book.cite(name) for name in BENCHMARKS}
     records = [record for citation in cited.values() for record in citation]
     timed = {name: found for name, found in cited.items() if name not in BOUNDS}
     times = {name: pairs for name, found in timed.items() if (pairs := time_pairs(found))}

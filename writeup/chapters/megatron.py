@@ -16,7 +16,6 @@ from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
 from writeup.figures import Figure, draw, drawn
 from writeup.megatron_study import predicted_step, study_table, without_recipe
-from writeup.narrow import narrowed
 from writeup.tables import Table
 from writeup.words import error_of, joined, span
 
@@ -43,7 +42,7 @@ def content(book: Book) -> dict[str, Any]:
         "study": study_table(book, study, steps),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
-            "megatron-study", narrowed(draw_study(study)),
+            "megatron-study", draw_study(study),
             "The published study: throughput, efficiency, and parts of an iteration. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),

@@ -14,7 +14,6 @@ from writeup.errors import Unmeasured
 from writeup.figures import Figure, drawn
 from writeup.layer_schematics import sorted_experts
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
-from writeup.narrow import narrowed
 from writeup.tables import Table
 
 # What each benchmark measures unless told otherwise.
@@ -138,7 +137,7 @@ def largest_cells(cited: Citation) -> Citation:
 def sweep_picture(cited: Citation) -> Figure:
     """The sweep in three panels."""
     return drawn(
-        "moe-sweep", narrowed(draw_sweep(list(cited.measured))),
+        "moe-sweep", draw_sweep(list(cited.measured)),
         "The sweep: CPU time over experts, bytes and dropped choices over capacity.",
         "Three panels: time over the number of experts, bytes and dropped choices over capacity",
     )  # fmt: skip

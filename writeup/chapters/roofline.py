@@ -12,7 +12,6 @@ from cs336_systems.presets import model_preset
 from writeup.book import Book
 from writeup.cost_runs import error_picture, far_off, published_runs
 from writeup.figures import drawn
-from writeup.narrow import narrowed
 from writeup.tables import Table
 
 HEADS: dict[Kind, tuple[str, ...]] = {
@@ -61,7 +60,7 @@ def picture(notebook: Notebook) -> Any:
     plan = Plan(tp=notebook.tp, sequence=True, micro_batch=notebook.batch, global_batch=notebook.batch)
     canvas = roofline.draw(config, plan, notebook.seq, system_preset(MACHINE))
     return drawn(
-        "roofline-operators", narrowed(canvas),
+        "roofline-operators", canvas,
         "Every operator of the notebook's layer, and the head that it leaves out, under the roofs of its machine: "
         "dashed the data sheet's, solid the attainable one. On the slope, memory limits an operator.",
         "Operators as points of FLOP/s over FLOPs a byte, under two rooflines",
