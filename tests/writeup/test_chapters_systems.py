@@ -10,12 +10,12 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from cs336_systems.cost.course import question
 from writeup import cost_runs
-from writeup.basis import machine_rates, sizes_table
 from writeup.book import Book, Citation
 from writeup.chapters import arithmetic, introduction, megatron, roofline
+from writeup.chapters.introduction import machine_rates, sizes_table
+from writeup.chapters.megatron import predicted_step, study_table, without_recipe
+from writeup.chapters.moe import published_shares, same_calls
 from writeup.cost_runs import published_runs
-from writeup.megatron_study import predicted_step, study_table, without_recipe
-from writeup.moe_profile import published_shares, same_calls
 
 CPU = {"device": "cpu", "device_type": "cpu", "cores": 2, "commit": "abc", "dirty": False, "date": "2026-01-02"}
 

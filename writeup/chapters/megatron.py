@@ -1,21 +1,25 @@
 """Megatron-LM's scaling: our layouts, the published study of BERT-345M, and published runs beside predictions."""
 
+from collections.abc import Sequence
 from math import log
 from typing import Any
 
-from benchmarks.lib.scaling_anomalies import anomalies
-from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_anomalies import anomalies, marks
+from benchmarks.lib.scaling_logs import ScalingRun, bubble, default_base, efficiency, ideal_bubble, read_runs
 from benchmarks.lib.scaling_plot import PARTS, breakdown
 from benchmarks.lib.scaling_plot import draw as draw_study
 from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.scaling_tables import PUBLISHED as STUDY
-from benchmarks.lib.scaling_tables import percent, tables_apart
+from benchmarks.lib.scaling_tables import percent, tables_apart, utilisation
 from benchmarks.records import Record
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text
+from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
 from writeup.figures import Figure, draw, drawn
-from writeup.megatron_study import predicted_step, study_table, without_recipe
 from writeup.tables import Table
 from writeup.words import error_of, joined, span
 
@@ -30,6 +34,7 @@ PREDICTED = {
     "optimizer": "optimizer",
 }
 COLOURS = PARTS | {"tensor parallel": "#D55E00"}
+SYSTEM = "ThetaGPU"
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -177,3 +182,41 @@ def ours(cited: Citation) -> list[str]:
         f"{parts_ms[name] / sum(parts_ms.values()):.0%} of it is {PREDICTED.get(name, name)}"
     )
     return said
+
+
+def predicted_step(run: ScalingRun) -> StepTime:
+    """The model's step for a row of the study."""
+    config = model_preset("bert-345m").override(recompute="segments")
+    system = system_preset(SYSTEM)
+    plan = Plan(
+        tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch_size, global_batch=run.global_batch_size,
+        overlap=system.overlap,
+    )  # fmt: skip
+    return step_time(config, plan, run.seq_length or config.context_length, system)
+
+
+def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
+    """The published rows with the model's step beside them."""
+    base, rows = default_base(study), []
+    for run, step, see in zip(study, steps, marks(study), strict=True):
+        scaled = percent(efficiency(run, base) if run.world >= base.world else None)
+        cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
+        cells += [
+            f"{run.iteration_ms:.1f} ms",
+            f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
+        ]
+        cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
+        held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, see]
+        rows.append(cells)
+    columns = (
+        "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
+        "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
+    )  # fmt: skip
+    return Table(book, columns, rows, always=True)
+
+
+def without_recipe(text: str) -> str:
+    """A finding without its advice for a cluster, which the benchmark's own output has in full."""
+    cause, colon, _ = text.partition(": Open MPI binds")
+    return f"{cause}." if colon else text

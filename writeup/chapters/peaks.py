@@ -7,7 +7,7 @@ from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, STATUS, marks
+from writeup.cells import NONE, STATUS, marks, quoted
 from writeup.chapters.function_calls import COMMAND, largest
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture, with_tables
@@ -118,14 +118,14 @@ def streams(book: Book) -> Table:
         stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
         theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
         rows.append(
-            [size, f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}", format_bytes(stream), mebibytes(theirs)]
+            [
+                size,
+                f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}",
+                format_bytes(stream),
+                quoted(book, theirs, "MiB"),
+            ]
         )
     return Table(book, ("<size", "batch x context x width", "in fp32, computed", "2024"), rows)
-
-
-def mebibytes(found: Published | None) -> str:
-    """A published figure in MiB, or a dash."""
-    return f"{found.shown('MiB')} MiB" if found else NONE
 
 
 def tensors(book: Book, cited: Citation) -> Table:
