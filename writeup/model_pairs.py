@@ -68,14 +68,8 @@ def table(
     for where, (base, record) in pairs.items():
         expected = predicted_ratio(base, record)
         cells = [timing(book, base), timing(book, record), over(pair_ratios(base, record))]
-        rows.append(
-            [
-                *map(markdown_text, where),
-                *cells,
-                NONE if expected is None else f"{expected:.2f}",
-                theirs.get(where, NONE),
-            ]
-        )
+        cells += [NONE if expected is None else f"{expected:.2f}", theirs.get(where, NONE)]
+        rows.append([*map(markdown_text, where), *cells])
     ratio = " / ".join(names)
     heads = ("<size", "<pass", *names, f"{ratio}, in turn (quartiles)", "predicted", "2024, one GPU")
     used = [r for pair in pairs.values() for r in pair]

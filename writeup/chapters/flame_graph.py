@@ -38,9 +38,8 @@ def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, A
         whole = sum(total(row) for row in profile["parts"])
         for row in (each for each in profile["parts"] if each["share"] >= LEAST):
             ways = (row["forward"], row["backward"] + row["recomputed"], row["other"])
-            rows.append(
-                [row["name"], *(f"{each / whole:.1%}" if each else NONE for each in ways), f"{row['share']:.1%}"]
-            )
+            cells = [f"{each / whole:.1%}" if each else NONE for each in ways]
+            rows.append([row["name"], *cells, f"{row['share']:.1%}"])
     columns = ("<part", "in forward", "in backward", "elsewhere", "in all")
     return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
 

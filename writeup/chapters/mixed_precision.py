@@ -58,14 +58,8 @@ def accumulation(book: Book, cited: Citation) -> Table:
     for record in cited:
         for name, found in metric(record, "sums").items():
             errors = (found[key] for key in ("error", "error_of_term", "error_of_additions"))
-            rows.append(
-                [
-                    markdown_text(name),
-                    f"{found['sum']:.7g}",
-                    *(f"{each:.2g}" for each in errors),
-                    markdown_text(found["why"]),
-                ]
-            )
+            cells = [f"{found['sum']:.7g}", *(f"{each:.2g}" for each in errors)]
+            rows.append([markdown_text(name), *cells, markdown_text(found["why"])])
     columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
     return Table(book, columns, rows, cited)
 

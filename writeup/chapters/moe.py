@@ -20,18 +20,11 @@ from writeup.tables import Table
 from writeup.words import times
 
 # What each benchmark measures unless told otherwise.
+LAYER = {"tokens": 2048, "d_model": 64, "top_k": 2, "backward": False}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "moe_layer": {
-        "experts": 512,
-        "tokens": 2048,
-        "d_model": 64,
-        "top_k": 2,
-        "skew": 0.0,
-        "backward": False,
-        "link": "",
-    },
+    "moe_layer": LAYER | {"experts": 512, "skew": 0.0, "link": ""},
     "moe_eval": {"size": "fairseq-moe-twin", "eval_fraction": 0.05, "context": 2048},
-    "moe_sweep": {"tokens": 2048, "d_model": 64, "top_k": 2, "skew": 0.5, "backward": False},
+    "moe_sweep": LAYER | {"skew": 0.5},
 }
 PROFILE, TIMES = "fairseq-moe-profile", "times"
 COMPARE = "python -m benchmarks.moe_eval --nproc 4 --moe both --profile --words slow"

@@ -154,15 +154,8 @@ def collectives(book: Book) -> Table:
         verb = gradients[0][0]
         sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updated, gradients + updated)]
         rows.append([name, verb, str(len(updated)), *sizes, f"{share:.4f}"])
-    columns = (
-        "<scheme",
-        "<gradients",
-        "calls for parameters",
-        "gradients",
-        "parameters",
-        "sent in all",
-        "largest share",
-    )
+    sent_by = ("gradients", "parameters", "sent in all")
+    columns = ("<scheme", "<gradients", "calls for parameters", *sent_by, "largest share")
     return Table(book, columns, rows, always=True)
 
 

@@ -117,14 +117,8 @@ def streams(book: Book) -> Table:
         tokens = (chosen.batch_size, chosen.model.context_length)
         stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
         theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
-        rows.append(
-            [
-                size,
-                f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}",
-                format_bytes(stream),
-                quoted(book, theirs, "MiB"),
-            ]
-        )
+        shape = f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}"
+        rows.append([size, shape, format_bytes(stream), quoted(book, theirs, "MiB")])
     return Table(book, ("<size", "batch x context x width", "in fp32, computed", "2024"), rows)
 
 
