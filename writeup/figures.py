@@ -64,19 +64,19 @@ def draw(
     caption: str,
     alt: str,
     into: Callable[[Any], None],
-    columns: int = 1,
+    columns: int = 0,
     width: float = 7.0,
     height: float = 3.2,
 ) -> Figure:
-    """A figure of `columns` axes side by side; `into` draws into the axes, or into their list if there are several.
+    """A figure that `into` draws into its axes or, with a number of `columns`, into the list of so many side by side.
 
     `width` and `height` are in inches. Text of the caption is Markdown; foreign text in labels must have passed through
     `cs336_systems.host.text.plot_text`.
     """
     with plain_settings(STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")
-        axes: list[Axes] = [canvas.add_subplot(1, columns, 1 + place) for place in range(columns)]
-        into(axes[0] if columns == 1 else axes)
+        axes: list[Axes] = [canvas.add_subplot(1, columns or 1, 1 + place) for place in range(columns or 1)]
+        into(axes if columns else axes[0])
         return Figure(name, _svg(canvas), caption, alt)
 
 

@@ -1,6 +1,5 @@
 """Best size of a bucket: the sweep, the equation with overhead and bandwidth fitted, and its optimum."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any
@@ -133,22 +132,19 @@ def picture(models: list[Model]) -> Figure:
     """Exposed communication over the number of buckets: measured, by T(n), and with backward's own length."""
 
     def into(axes: Any) -> None:
-        for place, model in zip(axes if len(models) > 1 else [axes], models, strict=True):
+        for place, model in zip(axes, models, strict=True):
             found = [(metric(r, "collectives"), metric(r, "exposed_ms")) for r in sweep_of(model.run)]
-            most = max(
-                [count for count, _ in found] + [best_count(model.nbytes, model.line.bandwidth, model.line.overhead)]
-            )
+            optimum = best_count(model.nbytes, model.line.bandwidth, model.line.overhead)
+            most = max([count for count, _ in found] + [optimum])
             counts = np.geomspace(1, 4 * most, 200)
-            curves: tuple[tuple[str, Callable[[float], float]], ...] = (
-                ("T(n)", model.exposed), ("with backward's length", model.general))  # fmt: skip
-            for colour, (what, curve) in zip(COLOURS, curves, strict=False):
+            curves = {"T(n)": model.exposed, "with backward's length": model.general}
+            for colour, (what, curve) in zip(COLOURS, curves.items(), strict=False):
                 place.plot(counts, [1e3 * curve(float(count)) for count in counts], color=colour, label=what)
             place.plot(*zip(*found, strict=True), "o", color=COLOURS[6], label="measured") if found else None
             link = plot_text(link_title(model.run.records[0]))
             place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=link)
             place.set_ylim(bottom=0)
-            if place is (axes[0] if len(models) > 1 else axes):
-                place.legend(fontsize=7)
+        axes[0].legend(fontsize=7)
 
     return draw(
         "buckets-exposed", "What the reductions of n buckets leave after backward: measured, and by the equation.",

@@ -1,6 +1,5 @@
 """torch.compile: norms forward, with backward, whole models, and attention, each beside the same without it."""
 
-from dataclasses import replace
 from typing import Any
 
 from cs336_systems.host.console import format_seconds
@@ -43,7 +42,7 @@ def norms(book: Book, cited: Citation) -> Table:
         cells = [timing(book, record), least(record, copies.get(columns)), *ratios]
         rows.append([f"{record.config['rows']} x {columns}", *cells])
     heads = ("<rows x columns", "compiled", "least: a copy in turn (of measured)", "eager / compiled")
-    used = replace(cited, records=tuple(r for r in cited if r.config["candidate"] != "copy"))
+    used = cited.only(candidate=lambda name: name != "copy")
     return Table(book, (*heads, "LayerNorm / compiled"), rows, used)
 
 

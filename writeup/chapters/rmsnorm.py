@@ -1,6 +1,5 @@
 """RMSNorm as one kernel: its two gradients derived, the lower bound of its time, and what others reached."""
 
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
@@ -36,17 +35,15 @@ def content(book: Book) -> dict[str, Any]:
 
 def ours(book: Book, cited: Citation) -> Table:
     """Times measured here: each norm by columns and pass, with its share of the speed of a copy."""
-    rows = []
-    for record in sorted(cited, key=lambda r: (str(r.config["pass"]), int(r.config["columns"]))):
-        name = OURS.get(record.config["candidate"])
+    norms, rows = cited.only(candidate=list(OURS)), []
+    for record in sorted(norms, key=lambda r: (str(r.config["pass"]), int(r.config["columns"]))):
         where = {key: record.config[key] for key in ("pass", "rows", "columns")}
-        if name:
-            copy = cited.measured.one(where, candidate="copy")
-            cells = [timing(book, record), format_seconds(median_ms(copy) / 1e3) if copy else prediction(record)]
-            rows.append([f"{where['rows']} x {where['columns']}", where["pass"], name, *cells, share(record)])
+        copy = cited.measured.one(where, candidate="copy")
+        cells = [timing(book, record), format_seconds(median_ms(copy) / 1e3) if copy else prediction(record)]
+        name = OURS[record.config["candidate"]]
+        rows.append([f"{where['rows']} x {where['columns']}", where["pass"], name, *cells, share(record)])
     heads = ("<rows x columns", "<pass", "<norm", "median", "least: a copy in turn")
-    used = replace(cited, records=tuple(r for r in cited if r.config["candidate"] in OURS))
-    return Table(book, (*heads, "of the copy's speed (quartiles)"), rows, used)
+    return Table(book, (*heads, "of the copy's speed (quartiles)"), rows, norms)
 
 
 def share(record: Record) -> str:

@@ -72,7 +72,7 @@ def picture(runs: list[Citation]) -> Figure:
     """Steps as bars: what a step without communication takes, and what is exposed on top of it."""
 
     def into(axes: Any) -> None:
-        for place, run in zip(axes if len(runs) > 1 else [axes], runs, strict=True):
+        for place, run in zip(axes, runs, strict=True):
             base = run.one(candidate=ALONE)
             shown = [record for record in run if record is not base]
             names = [plot_text(str(record.config["candidate"])) for record in shown]
@@ -89,8 +89,7 @@ def picture(runs: list[Citation]) -> Figure:
             place.set_xlabel("milliseconds")
             place.invert_yaxis()
             place.grid(axis="y", visible=False)
-        first = axes[0] if len(runs) > 1 else axes
-        first.figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     return draw(
         "ddp-steps",
