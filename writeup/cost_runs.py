@@ -81,7 +81,7 @@ def families_table(book: Book, runs: Sequence[Published]) -> Table:
         figures = [mean(map(abs, errors)), mean(errors), max(errors, key=abs)]
         rows.append([*words, f"{figures[0]:.1%}", *(f"{each:+.1%}" for each in figures[1:])])
     columns = ("<family", "<machine", "<fitted", "runs", "mean size of error", "mean error", "worst")
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)
 
 
 def far_off(runs: Sequence[Published]) -> list[str]:

@@ -1,10 +1,9 @@
-"""Sentences that are generated from the data, so that a commentary is true on any machine."""
+"""Words for sentences and cells: lists, factors and spans; and the ratios of two records that took turns."""
 
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Iterable
 
 from benchmarks.records import Record
-from writeup.cells import median_ms, predicted_ms
+from writeup.cells import median_ms
 
 
 def joined(parts: Iterable[str], last: str = "and") -> str:
@@ -29,22 +28,6 @@ def pair_ratios(a: Record, b: Record) -> list[float]:
     if not in_turn(a, b):
         return [median_ms(a) / median_ms(b)]
     return [x / y for x, y in zip(a.samples_ms, b.samples_ms, strict=True)]
-
-
-def prediction_error(pairs: Sequence[tuple[float, float]]) -> str:
-    """Error of predictions: `(predicted, measured)` pairs as a clause, with the median and range of ratios."""
-    if not pairs:
-        return "nothing was measured"
-    ratios = sorted(predicted / measured for predicted, measured in pairs)
-    middle = median(ratios)
-    return f"predicted over measured time is {middle:.2f} in the median, {ratios[0]:.2f} to {ratios[-1]:.2f} over all"
-
-
-def error_of(records: Iterable[Record]) -> str:
-    """`prediction_error` of the times of those records that were measured and have a prediction."""
-    timed = [record for record in records if record.status == "ok"]
-    pairs = ((predicted_ms(record), median_ms(record)) for record in timed)
-    return prediction_error([(said, measured) for said, measured in pairs if said is not None])
 
 
 def span(values: Iterable[float], form: str = "{:.2g}") -> str:

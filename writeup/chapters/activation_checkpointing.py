@@ -137,6 +137,4 @@ def rule(record: Record) -> dict[str, str]:
         "optimum": f"{optimum:.2f}",
         "naive": f"{len(peaks) ** 0.5:.2f}",
         "best": str(1 + peaks.index(min(peaks))),
-        "at_naive": format_bytes(peaks[round(len(peaks) ** 0.5) - 1]),
-        "at_best": format_bytes(min(peaks)),
     }

@@ -80,7 +80,7 @@ def cold_published(book: Book) -> Table:
         both = [table.value(column, **row.keys) for table in tables for column in ("mean", "std")]
         rows.append([str(row.keys["size"]), str(row.keys["pass"]), *(quoted(book, each, "ms") for each in both)])
     heads = ("<size", "<pass", "no warm-up, mean", "deviation", "one step, mean", "deviation")
-    return Table(book, heads, rows, always=True)
+    return Table(book, heads, rows)
 
 
 def mean(book: Book, record: Record) -> str:

@@ -165,4 +165,4 @@ def published(book: Book) -> Table:
         ]
         for backend, size in models
     ]
-    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes, always=True)
+    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes)

@@ -125,7 +125,7 @@ def traffic(book: Book, ranks: int = 8) -> Table:
         unit = whole / (nbytes * (ranks - 1) / ranks)
         rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
     columns = ("ranks", "<stage", "<collectives of a step", "sent by a rank", "in units of 4P(N-1)/N")
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)
 
 
 def accounting(book: Book) -> Table:
@@ -148,7 +148,7 @@ def accounting(book: Book) -> Table:
     columns = ("<wrapper", "ranks", "<precision", "peak", "at rest, predicted", "saved", "saved at rest, predicted",
                "step")  # fmt: skip
     note = f"::: source\n{theirs.table.source.author}, {theirs.table.hardware}; {theirs.table.note}.\n:::"
-    return Table(book, columns, rows, notes=[note, *theirs.notes], always=True)
+    return Table(book, columns, rows, notes=[note, *theirs.notes])
 
 
 def answer() -> str:

@@ -1,7 +1,6 @@
 """Megatron-LM's scaling: our layouts, the published study of BERT-345M, and published runs beside predictions."""
 
 from collections.abc import Sequence
-from math import log
 from typing import Any
 
 from benchmarks.lib.scaling_anomalies import anomalies, marks
@@ -18,10 +17,10 @@ from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
+from writeup.cells import NONE, STATUS, predicted_ms, prediction, timing
 from writeup.figures import Figure, draw, drawn
 from writeup.tables import Table
-from writeup.words import error_of, joined, span
+from writeup.words import span
 
 # The parts of a predicted step by the name that the figure has for measured ones.
 PREDICTED = {
@@ -63,10 +62,7 @@ def apart(cited: Citation) -> list[Citation]:
 def _ours(book: Book, cited: Citation, place: int) -> dict[str, Any]:
     return {
         "layouts": layouts(book, cited),
-        "what": "{size}, {precision}".format(**cited.records[0].config) if cited else "",
-        "cores": mfu_cores(cited),
         "parts": parts(cited, f"megatron-parts{f'-{place}' * bool(place)}") if cited.measured else None,
-        "said": ours(cited),
     }
 
 
@@ -91,16 +87,6 @@ def layouts(book: Book, cited: Citation) -> Table:
         "predicted", "bubble", "ideal", "peak memory", "MFU",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
-
-
-def mfu_cores(cited: Citation) -> str:
-    """The peak that MFU is a share of: a clause, or nothing where records do not tell."""
-    known = [(r.config["ranks"], r.config["threads"], r.environment["cores"]) for r in cited.measured]
-    used = {ranks: min(ranks * threads, cores) for ranks, threads, cores in known if threads}
-    if not used:
-        return ""
-    named = joined(f"{cores} by {ranks} rank{'s' * (ranks > 1)}" for ranks, cores in sorted(used.items()))
-    return f"what the cores that the ranks share could have done (used are {named})"
 
 
 def _range(record: Record, prefix: str) -> str:
@@ -152,38 +138,6 @@ def _stack(axes: Any, place: float, found: dict[str, float]) -> None:
         bottom += value
 
 
-def ours(cited: Citation) -> list[str]:
-    """Findings of the records of our layouts, a sentence each without a full stop."""
-    records = [record for record in cited.measured if predicted_ms(record) and record.predicted.get("parts_ms")]
-    if not records:
-        return []
-    said = [f"Of a step's time, {error_of(records)}"]
-    pairs = [record for record in cited.measured if record.config["ranks"] == 2]
-    if len(pairs) > 1:
-        order = sorted(pairs, key=lambda record: -float(metric(record, "efficiency_median")))
-        named = (f"{r.config['layout']} ({metric(r, 'efficiency_median'):.0%})" for r in order)
-        said.append(f"Of the ways to use two ranks, by efficiency: {joined(named)}")
-    piped = [record for record in cited.measured if record.config["pp"] > 1]
-    if piped:
-        gaps = (f"{r.config['layout']} {metric(r, 'bubble') - r.predicted['bubble']:+.1%}" for r in piped)
-        said.append(f"The measured bubble minus the ideal one: {joined(gaps)}")
-    crowded = [r for r in cited.measured if r.config["ranks"] > r.environment["cores"]]
-    if crowded:
-        names = joined(r.config["layout"] for r in crowded)
-        said.append(
-            f"Where there are more ranks than cores ({names}), a timer includes the wait for a core, so it does "
-            "not show a speed"
-        )
-    worst = max(records, key=lambda r: abs(log((predicted_ms(r) or 1.0) / median_ms(r))))
-    parts_ms = worst.predicted["parts_ms"]
-    name = max(parts_ms, key=lambda part: float(parts_ms[part]))
-    said.append(
-        f"The prediction is furthest off for {worst.config['layout']}; "
-        f"{parts_ms[name] / sum(parts_ms.values()):.0%} of it is {PREDICTED.get(name, name)}"
-    )
-    return said
-
-
 def predicted_step(run: ScalingRun) -> StepTime:
     """The model's step for a row of the study."""
     config = model_preset("bert-345m").override(recompute="segments")
@@ -213,7 +167,7 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
         "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
         "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
     )  # fmt: skip
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)
 
 
 def without_recipe(text: str) -> str:

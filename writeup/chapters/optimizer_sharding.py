@@ -72,7 +72,7 @@ def course(book: Book) -> Table:
     columns = ["<size", "<state"]
     for moment in MOMENTS:
         columns += [f"{moment}, predicted", "2024"]
-    return Table(book, columns, rows, notes=theirs.notes, always=True)
+    return Table(book, columns, rows, notes=theirs.notes)
 
 
 def parts(book: Book) -> Table:
@@ -84,7 +84,7 @@ def parts(book: Book) -> Table:
         expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
         which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
         rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
-    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows, always=True)
+    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows)
 
 
 def students(book: Book) -> Table:
@@ -102,7 +102,7 @@ def students(book: Book) -> Table:
             times = f"{whole[1].text} to {sharded[1].text} ({sharded[1].value / whole[1].value:.2f})"
             share = f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB"
             rows.append([f"{source}, xl of {year}", theirs.hardware, peaks, share, times])
-    return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows, always=True)
+    return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows)
 
 
 def their_times(book: Book) -> Table:
@@ -117,7 +117,7 @@ def their_times(book: Book) -> Table:
             cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] and sound else NONE)
         rows.append([size, *cells])
     columns = ("<size", "1 node, whole", "sharded", "ratio", "2 nodes, whole", "sharded", "ratio")
-    return Table(book, columns, rows, notes=theirs.notes, always=True)
+    return Table(book, columns, rows, notes=theirs.notes)
 
 
 @cache
@@ -156,7 +156,7 @@ def collectives(book: Book) -> Table:
         rows.append([name, verb, str(len(updated)), *sizes, f"{share:.4f}"])
     sent_by = ("gradients", "parameters", "sent in all")
     columns = ("<scheme", "<gradients", "calls for parameters", *sent_by, "largest share")
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)
 
 
 def shares(book: Book) -> str:

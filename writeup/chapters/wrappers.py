@@ -151,7 +151,7 @@ def published(book: Book) -> Table:
         [str(row.keys["size"]), str(row.keys["nodes"]), *(table.cell(**row.keys) for table in tables)]
         for row in sorted(tables[0].table.rows, key=lambda row: int(row.keys["nodes"]))
     ]
-    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows, always=True)
+    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows)
 
 
 def students(book: Book) -> Table:
@@ -167,4 +167,4 @@ def students(book: Book) -> Table:
                 share = beside(book, source, SHARE, "%").cell(**row.keys)
             rows.append([source, table.table.hardware, wrapper, table.cell(**row.keys), f"{time:.2f}", share])
     columns = ("<source", "<on", "<wrapper", "step", "over naive", "communication, of step")
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)
