@@ -124,7 +124,7 @@ def _halved(legend: Any) -> dict[str, Any]:
 
 
 def _svg(canvas: Canvas) -> str:
-    text = StringIO()
+    text = StringIO()  # `savefig` would draw everything twice: once to lay it out, and once to write it
     FigureCanvasSVG(canvas).print_svg(text, metadata={"Date": None, "Creator": None})
     return text.getvalue()
 
