@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.catalogue import CPU, Benchmark
 from benchmarks.records import RESULTS, Record, every_record, read_records
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
-from writeup.catalogue import RUNS
-from writeup.catalogue import benchmark as catalogued
 from writeup.errors import CitationError, Unmeasured
 from writeup.plausibility import Suspect, suspects_of_published, suspects_of_records
 from writeup.publications import Publications, Published, publications
 
+BENCHMARKS = tuple(dict.fromkeys(run.name for run in CPU))  # that the chapters cite
 EDITION = "amd-epyc"  # the machine whose records the write-up's sentences speak of
 Wanted = Any  # a value; several to choose from, in a tuple, list or set; or a function that says whether one is wanted
 
@@ -82,6 +82,13 @@ def _is(value: Any, wanted: Wanted) -> bool:
     return bool(value == wanted)
 
 
+def benchmark(name: str) -> Benchmark:
+    """The first run of that name. Raises CitationError for a name that no benchmark has."""
+    if name not in BENCHMARKS:
+        raise CitationError(f"no benchmark is called {name!r}; there are {', '.join(sorted(BENCHMARKS))}")
+    return next(each for each in CPU if each.name == name)
+
+
 def identity(record: Record) -> str:
     """A key of the measurement: its settings, and whether the allocator kept its pages."""
     settings = [record.config, record.environment.get("pages_kept", False)]
@@ -94,6 +101,12 @@ def facts(of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return of()
     except Unmeasured:
         return {}
+
+
+def sections(book: "Book", *modules: Any) -> dict[str, Any]:
+    """Values of the sections of a chapter, each under `NAME_KEY` with the name of its module."""
+    named = {module.__name__.rpartition(".")[2]: module.content(book) for module in modules}
+    return {f"{name}_{key}": value for name, content in named.items() for key, value in content.items()}
 
 
 def metric(record: Record, name: str) -> Any:
@@ -159,7 +172,7 @@ class Book:
 
         Raises CitationError for a benchmark or a setting that does not exist.
         """
-        source = catalogued(name)
+        source = benchmark(name)
         citation = Citation(name, command or source.command, self._records(name), self._keys(name)).only(config, **more)
         for record in citation:
             self.cited.setdefault(self.chapter, {})[id(record)] = (record, citation.command)
@@ -187,7 +200,7 @@ class Book:
     @cached_property
     def _runs(self) -> dict[tuple[str, str], list[float]]:
         found: dict[tuple[str, str], list[float]] = {}
-        for name in dict.fromkeys(run.name for run in RUNS):
+        for name in BENCHMARKS:
             for record in self.history(name):
                 if record.status == "ok" and record.metrics.get("median_ms"):
                     key = record.benchmark, identity(record)
@@ -206,7 +219,7 @@ class Book:
     @cached_property
     def everything(self) -> list[Record]:
         """Every record of the machine."""
-        return [record for name in dict.fromkeys(run.name for run in RUNS) for record in self._records(name)]
+        return [record for name in BENCHMARKS for record in self._records(name)]
 
     @cached_property
     def places(self) -> Counter[str]:

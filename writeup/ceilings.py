@@ -6,11 +6,10 @@ from benchmarks.lib.row_kernels import norm_bytes as moved
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import step_time
-from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, Norm, model_preset
 from writeup.book import Book
 from writeup.cells import NONE, quoted
-from writeup.publications import ORIGINAL, Key, Published
+from writeup.publications import Key, Published
 
 PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.lib.row_kernels` counts them
 COURSE_ROWS = 50_000  # of the course's problems on norms
@@ -61,12 +60,3 @@ def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm =
     """Predicted seconds of a cell of the original: batch 16 and context 128 on the GPU that its kernels point to."""
     config = model_preset(size, 2024).override(norm=norm)
     return pass_seconds(config, 16, 128, precision, what, system_preset("H100"))
-
-
-def original(book: Book) -> str:
-    """Meaning of the original's name in tables, and its GPU: a sentence, from the source's own note."""
-    source = book.published.sources[ORIGINAL]
-    return (
-        f"2024 is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "
-        f"{markdown_text(source.where)}); {markdown_text(source.note)}."
-    )

@@ -122,8 +122,3 @@ def ratio(record: Record | None, prefix: str = "ratio") -> str:
         return NONE
     middle, low, high = (record.metrics[f"{prefix}_{name}"] for name in ("median", "low", "high"))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
-
-
-def seconds(value: float | None) -> str:
-    """A time in seconds, or a dash."""
-    return NONE if value is None else format_seconds(value)

@@ -11,8 +11,7 @@ from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text, plot_text
 from writeup.book import Book
-from writeup.cells import NONE
-from writeup.figures import COLOURS, Figure, draw
+from writeup.figures import Figure, draw, ratio_rows
 from writeup.tables import Table
 
 FAR = 0.1  # a family's mean size of error from which on it is named
@@ -82,36 +81,7 @@ def families_table(book: Book, runs: Sequence[Published]) -> Table:
         figures = [mean(map(abs, errors)), mean(errors), max(errors, key=abs)]
         rows.append([*words, f"{figures[0]:.1%}", *(f"{each:+.1%}" for each in figures[1:])])
     columns = ("<family", "<machine", "<fitted", "runs", "mean size of error", "mean error", "worst")
-    return Table(book, columns, rows, always=True)
-
-
-def runs_table(book: Book, runs: Sequence[Published]) -> Table:
-    """Measured and predicted seconds of each run."""
-    rows = [
-        [
-            markdown_text(each.run.id), f"{each.run.plan.ranks} {markdown_text(each.run.system.name)}",
-            "/".join(str(degree) for degree in (each.run.plan.tp, each.run.plan.pp, each.run.plan.dp)),
-            f"{each.seconds:.4g} s", f"{each.step.total:.4g} s ({each.step.total / each.seconds:.3f})",
-            f"{each.step.mfu:.1%}", f"{each.step.parts['bubble'] / each.step.total:.1%}" if each.run.plan.pp > 1
-            else NONE,
-        ]
-        for each in runs
-    ]  # fmt: skip
-    columns = ("<run", "<machines", "tp/pp/dp", "published", "predicted (of it)", "MFU, predicted", "bubble, predicted")
-    return Table(book, columns, rows, always=True)
-
-
-def totals(runs: Sequence[Published]) -> list[str]:
-    """A sentence without a full stop on those that were fitted, and one on those that were not."""
-    said = []
-    for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
-        errors = [each.error for each in runs if each.fitted == fitted]
-        if errors:
-            said.append(
-                f"{len(errors)} runs {words}: an error of {mean(map(abs, errors)):.1%} on average, {mean(errors):+.1%} "
-                f"with its sign, {max(errors, key=abs):+.1%} at worst"
-            )
-    return said
+    return Table(book, columns, rows)
 
 
 def far_off(runs: Sequence[Published]) -> list[str]:
@@ -130,17 +100,10 @@ def error_picture(name: str, runs: Sequence[Published]) -> Figure:
     families = by_family(runs)
 
     def into(axes: Any) -> None:
-        for place, found in enumerate(families.values()):
-            ratios = sorted(1 + each.error for each in found)
-            # Points of a family are spread by rank, so that none hides another.
-            heights = [place + 0.5 * (rank + 0.5) / len(ratios) - 0.25 for rank in range(len(ratios))]
-            style = "full" if found[0].fitted else "none"
-            axes.plot(ratios, heights, "o", color=COLOURS[0], markersize=3.5, fillstyle=style, markeredgewidth=0.8)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(families)), [plot_text(f"{family}; {machine}") for family, machine in families])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("predicted / published time of a step")
+        point = {"marker": "o", "markersize": 3.5, "markeredgewidth": 0.8}
+        rows = {plot_text("; ".join(name)): [1 + each.error for each in found] for name, found in families.items()}
+        styles = [point | {"fillstyle": "full" if found[0].fitted else "none"} for found in families.values()]
+        ratio_rows(axes, rows, "predicted / published time of a step", styles, medians=False)
 
     return draw(
         name, "Predicted over published time, a point a run; hollow: not among those that constants were fitted to.",

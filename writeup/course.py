@@ -4,18 +4,18 @@ The map is in `course.toml`; this file reads it and refuses an incomplete entry 
 """
 
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.presets import COURSE_YEARS
 from writeup.contents import CHAPTERS
+from writeup.entries import Fields, check_fields, check_texts, read_entries
 
 MAP = Path(__file__).resolve().with_name("course.toml")
 LISTS = ("code", "commands", "tests")
-KEYS = {"id": str, "asks": str, "chapter": str, "note": str, "years": list, **dict.fromkeys(LISTS, list)}
+NEEDED = {"id": str, "asks": str, "years": list, "chapter": str, **dict.fromkeys(LISTS, list)}
 _CODE = re.compile(r"(?P<file>[\w./-]+)(: (?P<name>[A-Za-z_][\w.]*))?")
 
 
@@ -50,14 +50,10 @@ def course_map(path: Path = MAP) -> tuple[Problem, ...]:
 
     Raises UserError for an entry that lacks something, has an unknown key or value, or comes twice in a year.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path.name} cannot be read: {error}") from None
-    entries = data.pop("problem", None)
-    if data or not isinstance(entries, list) or not entries:
-        raise UserError(f"{path.name} must be a list of [[problem]] and nothing else")
-    problems = tuple(_problem(f"{path.name}, problem {number}", entry) for number, entry in enumerate(entries, 1))
+    entries = read_entries(path, "problem")["problem"]
+    if not entries:
+        raise UserError(f"{path.name} has no [[problem]]")
+    problems = tuple(_problem(where, entry) for where, entry in entries)
     seen: set[tuple[str, int]] = set()
     for problem in problems:
         for year in problem.years:
@@ -67,35 +63,18 @@ def course_map(path: Path = MAP) -> tuple[Problem, ...]:
     return problems
 
 
-def _problem(where: str, entry: Any) -> Problem:
+def _problem(where: str, entry: Fields) -> Problem:
     """An entry of the file, checked as far as one can without the project's other files."""
-    if not isinstance(entry, dict):
-        raise UserError(f"{where} is no table")
-    where = f"{where} ({entry.get('id', 'without id')})"
-    if strange := sorted(entry.keys() - KEYS.keys()):
-        raise UserError(f"{where}: there is no {strange[0]!r}; the words are {', '.join(KEYS)}")
-    for key, kind in KEYS.items():
-        if key not in entry and key != "note":
-            raise UserError(f"{where}: {key} is missing")
-        if not isinstance(entry.get(key, "none"), kind) or not entry.get(key, "none"):
-            raise UserError(f"{where}: {key} must be a {'text' if kind is str else 'list'} and not empty")
-    for key in LISTS:
-        if wrong := [each for each in entry[key] if not isinstance(each, str) or not each]:
-            raise UserError(f"{where}: {key} has {wrong[0]!r}, which is no text")
+    check_fields(where, entry, NEEDED, {"note": str})
+    check_texts(where, entry, *LISTS)
+    if empty := [name for name, value in entry.items() if not value]:
+        raise UserError(f"{where}: {', '.join(empty)} must not be empty")
     if entry["years"] != [year for year in COURSE_YEARS if year in entry["years"]]:
         raise UserError(f"{where}: years are {entry['years']}, not some of {list(COURSE_YEARS)} in order")
     if entry["chapter"] not in CHAPTERS:
         raise UserError(f"{where}: no chapter is called {entry['chapter']!r}; there are {', '.join(CHAPTERS)}")
-    return Problem(
-        id=entry["id"],
-        asks=entry["asks"],
-        years=tuple(entry["years"]),
-        chapter=entry["chapter"],
-        code=tuple(_place(where, text) for text in entry["code"]),
-        commands=tuple(entry["commands"]),
-        tests=tuple(entry["tests"]),
-        note=entry.get("note", ""),
-    )
+    lists = {"years": tuple(entry["years"]), **{name: tuple(entry[name]) for name in LISTS}}
+    return Problem(**entry | lists | {"code": tuple(_place(where, text) for text in entry["code"])})
 
 
 def _place(where: str, text: str) -> Place:

@@ -5,12 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from statistics import median
+from textwrap import fill
 from types import MappingProxyType
 from typing import Any
 
 import matplotlib as mpl
 from cycler import cycler
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
@@ -29,6 +32,8 @@ STYLE = {
     "legend.frameon": False,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
+WIDTH = 8.0  # inches; printed 17 cm wide, text of 8.3 points has 7
+LINE = 95  # characters of a title over the whole width
 
 
 @dataclass(frozen=True)
@@ -59,19 +64,19 @@ def draw(
     caption: str,
     alt: str,
     into: Callable[[Any], None],
-    columns: int = 1,
+    columns: int = 0,
     width: float = 7.0,
     height: float = 3.2,
 ) -> Figure:
-    """A figure of `columns` axes side by side; `into` draws into the axes, or into their list if there are several.
+    """A figure that `into` draws into its axes or, with a number of `columns`, into the list of so many side by side.
 
     `width` and `height` are in inches. Text of the caption is Markdown; foreign text in labels must have passed through
     `cs336_systems.host.text.plot_text`.
     """
     with plain_settings(STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")
-        axes: list[Axes] = [canvas.add_subplot(1, columns, 1 + place) for place in range(columns)]
-        into(axes[0] if columns == 1 else axes)
+        axes: list[Axes] = [canvas.add_subplot(1, columns or 1, 1 + place) for place in range(columns or 1)]
+        into(axes if columns else axes[0])
         return Figure(name, _svg(canvas), caption, alt)
 
 
@@ -83,18 +88,62 @@ def picture(path: Path, name: str, caption: str, alt: str) -> Figure:
 
 
 def drawn(name: str, canvas: Any, caption: str, alt: str) -> Figure:
-    """A matplotlib Figure that was drawn elsewhere, as the same bytes for the same data; text becomes outlines.
+    """A matplotlib Figure that was drawn elsewhere for a screen, made narrower; the same bytes for the same data.
 
     It must have been drawn under `plain_settings`, as all that chapters call is.
     """
     with plain_settings({key: STYLE[key] for key in ("svg.hashsalt", "svg.fonttype")}):
+        _narrow(canvas)
         return Figure(name, _svg(canvas), caption, alt)
 
 
+def _narrow(canvas: Any) -> None:
+    """Make a matplotlib figure for a screen narrower, so that its small text can be read on A4: titles and labels are
+    broken into lines that fit their panel, legends of several columns get half as many, and the figure gets higher."""
+    canvas.set_size_inches(WIDTH, 1.15 * canvas.get_size_inches()[1])
+    if canvas.get_suptitle():
+        canvas.suptitle(fill(canvas.get_suptitle(), LINE), fontsize="medium")
+    for axes in canvas.axes:
+        place = axes.get_subplotspec()
+        share = (place.colspan.stop - place.colspan.start) / place.get_gridspec().ncols if place else 1.0
+        most = max(12, int(0.8 * LINE * share))
+        axes.set_title(fill(axes.get_title(loc="left"), most), loc="left", fontsize="medium")
+        axes.set_xlabel(fill(axes.get_xlabel(), most))
+        if (legend := axes.get_legend()) and legend._ncols > 1:
+            below = -0.16 - 0.05 * axes.get_xlabel().count("\n")
+            axes.legend(**_halved(legend), loc="upper center", bbox_to_anchor=(0.5, below))
+    for legend in canvas.legends:
+        legend.remove()
+        canvas.legend(**_halved(legend), loc="outside upper left")
+
+
+def _halved(legend: Any) -> dict[str, Any]:
+    labels = [text.get_text() for text in legend.get_texts()]
+    columns = (legend._ncols + 1) // 2
+    return {"handles": legend.legend_handles, "labels": labels, "ncols": columns, "frameon": False, "fontsize": "small"}
+
+
 def _svg(canvas: Canvas) -> str:
-    text = StringIO()
-    canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    text = StringIO()  # `savefig` would draw everything twice: once to lay it out, and once to write it
+    FigureCanvasSVG(canvas).print_svg(text, metadata={"Date": None, "Creator": None})
     return text.getvalue()
+
+
+def ratio_rows(
+    axes: Axes, rows: Mapping[str, Sequence[float]], label: str, styles: Sequence[Mapping[str, Any]], medians: bool
+) -> None:
+    """Draw ratios as points, a row for each name in its style, with a stroke at the median if that is wanted; a line
+    marks 1. The points of a row are spread by rank, so that none hides another."""
+    for place, (ratios, style) in enumerate(zip(rows.values(), styles, strict=True)):
+        heights = [place + 0.5 * (rank + 0.5) / len(ratios) - 0.25 for rank in range(len(ratios))]
+        axes.plot(sorted(ratios), heights, color=COLOURS[0], linestyle="", **style)
+        if medians:
+            axes.plot([median(ratios)], [place], "|", color=COLOURS[1], markersize=18, markeredgewidth=2.5)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(label)
 
 
 def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:

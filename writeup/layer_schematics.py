@@ -14,7 +14,7 @@ from cs336_systems.presets import Mixture, model_preset
 from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from cs336_systems.tensor_parallel.plan import tensor_parallel
 from writeup.figures import COLOURS, Figure, draw
-from writeup.schematics import BLUE, GREEN, LAYERS, RED, YELLOW, draw_boxes, name_lanes
+from writeup.schematics import BLUE, GREEN, LAYERS, RED, YELLOW, draw_boxes, name_colours, name_lanes
 
 Moment = tuple[str, int, list[int]]  # what computes, in which layer, and the layers whose weights are whole then
 CHOICES = ((2, 0), (0, 3), (2, 1), (1, 2), (2, 0), (3, 2))  # first and second expert of each token
@@ -55,8 +55,7 @@ def gather_ahead() -> Figure:
             for each in whole:
                 colour = {"forward": BLUE, "backward": RED}[name] if each == layer else "#cccccc"
                 axes.barh(each, 0.94, left=place, height=0.85, color=colour)
-        for colour, label in ((BLUE, "forward"), (RED, "backward"), ("#cccccc", "whole, but not in use")):
-            axes.barh(0, 0, color=colour, label=label)
+        name_colours(axes, {"forward": BLUE, "backward": RED, "whole, but not in use": "#cccccc"})
         name_lanes(axes, [f"layer {layer}" for layer in range(LAYERS)])
         axes.set_xlabel("order of events")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -106,9 +105,8 @@ def split_block() -> Figure:
                 width = 1.9 if colour == RED else 0.95
                 draw_boxes(axes, row, [(left, width, word, colour)], 7)
                 left += width + 0.05
-        names = ("split by outputs", "split by inputs", "collective", "whole, or of a part of the sequence")
-        for colour, label in zip((BLUE, GREEN, RED, YELLOW), names, strict=True):
-            axes.barh(0, 0, color=colour, label=label)
+        names = {"split by outputs": BLUE, "split by inputs": GREEN, "collective": RED}
+        name_colours(axes, names | {"whole, or of a part of the sequence": YELLOW})
         name_lanes(axes, ["tensor parallel", "and sequence parallel"])
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 
@@ -139,9 +137,8 @@ def sorted_experts() -> Figure:
         for row, line in enumerate((made, sorted_choices())):
             for place, (token, expert, kept) in enumerate(line):
                 draw_boxes(axes, row, [(place, 0.95, str(token), EXPERTS[expert] if kept else "#bbbbbb")])
-        for expert, colour in enumerate(EXPERTS):
-            axes.barh(0, 0, color=colour, label=f"expert {expert}")
-        axes.barh(0, 0, color="#bbbbbb", label="dropped")
+        experts = {f"expert {expert}": colour for expert, colour in enumerate(EXPERTS)}
+        name_colours(axes, experts | {"dropped": "#bbbbbb"})
         name_lanes(axes, ["first choices, then second", "sorted by expert"])
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
 

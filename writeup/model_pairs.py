@@ -14,7 +14,7 @@ from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, predicted_ms, timing
 from writeup.tables import Table
-from writeup.words import faster, joined, pair_ratios
+from writeup.words import joined, pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
@@ -68,14 +68,8 @@ def table(
     for where, (base, record) in pairs.items():
         expected = predicted_ratio(base, record)
         cells = [timing(book, base), timing(book, record), over(pair_ratios(base, record))]
-        rows.append(
-            [
-                *map(markdown_text, where),
-                *cells,
-                NONE if expected is None else f"{expected:.2f}",
-                theirs.get(where, NONE),
-            ]
-        )
+        cells += [NONE if expected is None else f"{expected:.2f}", theirs.get(where, NONE)]
+        rows.append([*map(markdown_text, where), *cells])
     ratio = " / ".join(names)
     heads = ("<size", "<pass", *names, f"{ratio}, in turn (quartiles)", "predicted", "2024, one GPU")
     used = [r for pair in pairs.values() for r in pair]
@@ -87,17 +81,6 @@ def predicted_ratio(base: Record, record: Record) -> float | None:
     """The predicted time of one record over that of another, where both have a prediction."""
     first, second = predicted_ms(base), predicted_ms(record)
     return first / second if first and second else None
-
-
-def said(pairs: Pairs, variant: str, base: str) -> list[str]:
-    """Sentences that name the faster of the two for each size and pass."""
-    found = pairs.items()
-    return [f"`{size}`, {what}: {faster(variant, record, base, plain)}." for (size, what), (plain, record) in found]
-
-
-def size_and_pass(record: Record) -> list[str]:
-    """The first two cells of a row."""
-    return [markdown_text(str(record.config[key])) for key in ("size", "mode")]
 
 
 def setup(cited: Citation, vary: tuple[str, ...] = ()) -> str:

@@ -24,8 +24,6 @@ from writeup.plausibility_figures import (
 from writeup.publications import Publications, Published, PublishedTable
 
 AXES = ("size", "bytes", "columns", "seq")  # along which neighbours stand
-
-
 Kind = Literal["limit", "neighbour", "empty"]
 KINDS: dict[Kind, str] = {"limit": "impossible", "neighbour": "inconsistent", "empty": "empty"}
 

@@ -6,15 +6,14 @@ all its rows share; a row is its keys, in this project's own words, then its val
 unit, or text with another, "698.99 MiB".
 """
 
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Context, Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.errors import UserError
+from writeup.entries import Fields, check_fields, check_texts, read_entries
 from writeup.errors import CitationError
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
@@ -34,6 +33,11 @@ UNITS = {
     "1": ("1", Decimal(1)),
 }
 TEXT = "text"  # the unit of words, such as the name of a type
+# The fields of a source and of a table that must be there, and the texts that a table may have.
+SOURCE = dict.fromkeys(("id", "title", "author", "hardware", "where"), str)
+TEXTS = dict.fromkeys(("source", "name", "problem"), str)
+LISTS = dict.fromkeys(("keys", "values", "units"), list)
+REMARKS = dict.fromkeys(("where", "hardware", "system", "note"), str)
 
 
 @dataclass(frozen=True)
@@ -163,13 +167,13 @@ def publications(folder: Path = PUBLISHED) -> Publications:
     """Read every file of a folder. Raises UserError, naming file and entry, for what is malformed."""
     found = Publications({}, {})
     for path in sorted(folder.glob("*.toml")):
-        content = _content(path)
-        for entry, fields in _entries(content, "source", path):
-            source = _source(entry, fields)
-            if source.id in found.sources:
-                raise UserError(f"{entry}: the source {source.id!r} is there already")
-            found.sources[source.id] = source
-        for entry, fields in _entries(content, "table", path):
+        content = read_entries(path, "source", "table", parse_float=str)  # text keeps the digits: 1.10 is not 1.1
+        for entry, fields in content["source"]:
+            check_fields(entry, fields, SOURCE, {"year": int, "system": str, "note": str})
+            if fields["id"] in found.sources:
+                raise UserError(f"{entry}: the source {fields['id']!r} is there already")
+            found.sources[fields["id"]] = Source(**fields)
+        for entry, fields in content["table"]:
             table = _table(entry, fields, found.sources)
             if (table.source.id, table.name) in found.tables:
                 raise UserError(f"{entry}: {table.source.id} has a table of this name already")
@@ -177,73 +181,25 @@ def publications(folder: Path = PUBLISHED) -> Publications:
     return found
 
 
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(path.read_text("utf-8"), parse_float=str)  # text keeps the digits: 1.10 is not 1.1
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if unknown := set(content) - {"source", "table"}:
-        raise UserError(f"{path}: {', '.join(sorted(unknown))}: there are only [[source]] and [[table]]")
-    return content
-
-
-def _entries(content: dict[str, Any], kind: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    listed = content.get(kind, [])
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise UserError(f"{path}: every {kind} begins with a line [[{kind}]]")
-    for number, fields in enumerate(listed, 1):
-        yield f"{path.name}, {kind} {number} ({fields.get('id') or fields.get('name') or 'no name'})", fields
-
-
-def _source(entry: str, fields: dict[str, Any]) -> Source:
-    texts = ("id", "title", "author", "hardware", "where")
-    _check_fields(entry, fields, texts, ("year", "system", "note"))
-    for name in (*texts, "system", "note"):
-        if not isinstance(fields.get(name, ""), str):
-            raise UserError(f"{entry}: {name} must be text, not {fields[name]!r}")
-    if type(fields.get("year", 0)) is not int:
-        raise UserError(f"{entry}: year must be a whole number, not {fields['year']!r}")
-    return Source(**fields)
-
-
-def _table(entry: str, fields: dict[str, Any], sources: Mapping[str, Source]) -> PublishedTable:
-    texts, lists = ("source", "name", "problem"), ("keys", "values", "units")
-    more = ("where", "hardware", "system", "note")
-    _check_fields(entry, fields, (*texts, *lists, "rows"), (*more, "fixed"))
-    for name in (*texts, *more):
-        if not isinstance(fields.get(name, ""), str):
-            raise UserError(f"{entry}: {name} must be text, not {fields[name]!r}")
-    for name in lists:
-        if not isinstance(fields[name], list) or not all(isinstance(each, str) for each in fields[name]):
-            raise UserError(f"{entry}: {name} must be a list of text")
+def _table(entry: str, fields: Fields, sources: Mapping[str, Source]) -> PublishedTable:
+    check_fields(entry, fields, {**TEXTS, **LISTS, "rows": list}, {**REMARKS, "fixed": dict})
+    check_texts(entry, fields, *LISTS)
     if not fields["values"] or len(fields["values"]) != len(fields["units"]):
         raise UserError(f"{entry}: {len(fields['values'])} values need as many units, not {len(fields['units'])}")
     for unit in fields["units"]:
         if unit not in UNITS and unit != TEXT:
             raise UserError(f"{entry}: unit {unit!r} is not known; there are {', '.join((*UNITS, TEXT))}")
-    if not isinstance(fields.get("fixed", {}), dict):
-        raise UserError(f"{entry}: fixed must be settings in braces, {{ranks = 2}}")
     if fields["source"] not in sources:
         raise UserError(f"{entry}: no source is called {fields['source']!r}; put its [[source]] in this file")
     source = sources[fields["source"]]
-    named: dict[str, Any] = {name: tuple(fields[name]) for name in lists}
     own = {"hardware": source.hardware} | ({} if "hardware" in fields else {"system": source.system})
-    given = own | {name: fields[name] for name in ("name", "problem", "fixed", *more) if name in fields}
-    return PublishedTable(source=source, rows=_rows(entry, fields, source), **named, **given)
+    given: Fields = own | fields | {name: tuple(fields[name]) for name in LISTS}
+    return PublishedTable(**given | {"source": source, "rows": _rows(entry, fields, source)})
 
 
-def _check_fields(entry: str, fields: dict[str, Any], needed: tuple[str, ...], more: tuple[str, ...]) -> None:
-    if missing := [name for name in needed if name not in fields]:
-        raise UserError(f"{entry}: {', '.join(missing)} missing")
-    if unknown := [name for name in fields if name not in (*needed, *more)]:
-        raise UserError(f"{entry}: {', '.join(unknown)} not known; there are {', '.join((*needed, *more))}")
-
-
-def _rows(entry: str, fields: dict[str, Any], source: Source) -> tuple[Row, ...]:
+def _rows(entry: str, fields: Fields, source: Source) -> tuple[Row, ...]:
     keys, values, rows = fields["keys"], fields["values"], fields["rows"]
     found: list[Row] = []
-    if not isinstance(rows, list):
-        raise UserError(f"{entry}: rows must be a list of lists")
     for number, row in enumerate(rows, 1):
         at = f"{entry}, row {number}"
         if not isinstance(row, list) or len(row) != len(keys) + len(values):

@@ -1,8 +1,12 @@
-"""Records of several ranks, by run: the candidates that took turns on the same ranks, model and link."""
+"""Records of several ranks, by run and link, and the time of a transfer as a line over its bytes, fitted to them."""
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
 from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes
@@ -10,7 +14,6 @@ from cs336_systems.host.text import markdown_text
 from cs336_systems.traffic import sent
 from writeup.book import Citation, metric
 from writeup.cells import median_ms
-from writeup.line_fit import Line, fit
 
 MODEL = "--d-model 512 --layers 8 --batch-size 1 --context 32"
 DDP = f"python -m benchmarks.ddp {MODEL}"
@@ -89,6 +92,33 @@ def title(run: Citation) -> str:
     sent = next((record.metrics["bytes_sent"] for record in run if "bytes_sent" in record.metrics), None)
     each = f"; each sends {format_bytes(sent)} a step" if sent else ""
     return f"{model_of(run)}{each}; {named}{link}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds per call, bytes/s, and the error of the line: the root mean square of (fitted - measured)/measured."""
+
+    overhead: float
+    bandwidth: float
+    residual: float
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> Line | None:
+    """The line through (calls, bytes, seconds), by least squares of relative errors, since sizes span decades.
+
+    None if the points do not determine it: fewer than three, all of one shape, or a call or byte that takes no time in
+    the fit. A bandwidth is of the bytes as given: those of the tensor give the algorithm's, bytes sent the bus's.
+    """
+    if len(points) < 3:
+        return None
+    rows = np.array([[calls / seconds, nbytes / seconds] for calls, nbytes, seconds in points])
+    scale = rows.max(axis=0)
+    solution, _, rank, _ = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)
+    overhead, inverse = (float(value) for value in solution / scale)
+    if rank < 2 or overhead <= 0 or inverse <= 0:
+        return None
+    errors = rows @ np.array([overhead, inverse]) - 1
+    return Line(overhead, 1 / inverse, sqrt(float(np.mean(errors**2))))
 
 
 def line_of(records: list[Record]) -> Line | None:

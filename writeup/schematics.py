@@ -55,6 +55,12 @@ def name_lanes(axes: Any, names: list[str]) -> None:
     axes.tick_params(length=0)
 
 
+def name_colours(axes: Any, colours: dict[str, str]) -> None:
+    """Put colours into the legend by name."""
+    for name, colour in colours.items():
+        axes.barh(0, 0, color=colour, label=name)
+
+
 def wrappers() -> Figure:
     """Order of gradients and reductions under the four wrappers."""
     kinds = {
@@ -98,8 +104,8 @@ def schedules() -> Figure:
                               alpha=1 - 0.35 * each.action.chunk)  # fmt: skip
             axes.set_title(f"{name}: ends at {max(a.end for row in played.timeline for a in row):g}", fontsize=8)
             name_lanes(axes, [f"stage {row}" for row in range(STAGES)])
-        for kind, colour in colours.items():
-            panels[0].barh(0, 0, color=colour, label={"backward": "backward, or of inputs alone"}.get(kind, kind))
+        words = {"backward": "backward, or of inputs alone"}
+        name_colours(panels[0], {words.get(kind, kind): colour for kind, colour in colours.items()})
         panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 
     return draw(
@@ -125,8 +131,7 @@ def resting() -> Figure:
                 left += found[name]
             draw_boxes(axes, stage, boxes)
             axes.text(left + 0.2, stage, f"{left:g} bytes", va="center", fontsize=9)
-        for name, colour in parts.items():
-            axes.barh(0, 0, color=colour, label=name)
+        name_colours(axes, parts)
         name_lanes(axes, [f"stage {stage}" for stage in range(4)])
         axes.set_xlim(0, 19)
         axes.legend(loc="lower right")
@@ -145,13 +150,11 @@ def tiles() -> Figure:
     def into(axes: Any) -> None:
         for query in range(count):
             for key in range(count):
-                kind = "skipped" if key > query else "masked in part" if key == query else "whole"
-                colour = {"skipped": "#eeeeee", "masked in part": YELLOW, "whole": BLUE}[kind]
+                colour = "#eeeeee" if key > query else YELLOW if key == query else BLUE
                 axes.barh(query, 0.94, left=key, height=0.9, color=colour)
         name_lanes(axes, [f"queries {query}" for query in range(count)])
         axes.annotate("", (3.9, 4), (0.1, 4), arrowprops={"arrowstyle": "->", "color": "white", "linewidth": 2})
-        for colour, name in ((BLUE, "computed"), (YELLOW, "computed and masked"), ("#eeeeee", "never read")):
-            axes.barh(0, 0, color=colour, label=name)
+        name_colours(axes, {"computed": BLUE, "computed and masked": YELLOW, "never read": "#eeeeee"})
         axes.set_xlabel("tiles of keys, in the order in which a program reads them")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 

@@ -22,8 +22,8 @@ class Table:
     """Rows of Markdown cells under columns; `cited` says what they were made of.
 
     A column whose name begins with `<` is text, to the left; others are figures, to the right. `notes` are paragraphs
-    below. If nothing was cited that exists, the table says what to run instead. Foreign text in cells must have passed
-    through `cs336_systems.host.text.markdown_text` or `markdown_code`.
+    below. If nothing that was cited exists, the table says what to run instead; without citations it is always shown.
+    Foreign text in cells must have passed through `cs336_systems.host.text.markdown_text` or `markdown_code`.
     """
 
     book: Book
@@ -32,10 +32,6 @@ class Table:
     cited: Citation | Sequence[Citation] = ()
     notes: list[str] = field(default_factory=list)
     caption: str = ""
-    always: bool = False  # shown although nothing was measured, for what it predicts or quotes
-
-    def __bool__(self) -> bool:
-        return bool(self.records)
 
     @property
     def citations(self) -> list[Citation]:
@@ -49,7 +45,7 @@ class Table:
 
     def __str__(self) -> str:
         parts = [missing(self.citations)]
-        if self.records or self.always or not self.citations:
+        if self.records or not self.citations:
             letters = self._letters()
             with_record = partial(_with_record, letters, {str(id(record)): record for record in self.records})
             rows = [[MARKED.sub(with_record, cell) for cell in row] for row in self.rows]

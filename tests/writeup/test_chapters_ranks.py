@@ -9,11 +9,10 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from writeup.book import Citation
 from writeup.chapters import gallery
-from writeup.chapters.buckets import bound, fastest, model_of, nearest
-from writeup.chapters.sharding_published import schemes, traffic_bytes
+from writeup.chapters.buckets import fastest, model_of, nearest
+from writeup.chapters.optimizer_sharding import schemes, traffic_bytes
 from writeup.chapters.wrappers import whiskers
-from writeup.line_fit import fit
-from writeup.rank_runs import line_of, runs_of
+from writeup.rank_runs import fit, line_of, runs_of
 
 SETTINGS = {"d_model": 64, "layers": 2, "ranks": 2, "link": ""}
 STAMP = {"device": "AMD EPYC", "commit": "unknown", "date": "2026-11-22T10:00:00+00:00", "cores": 4}
@@ -53,7 +52,6 @@ def test_a_line_is_found_where_there_is_one() -> None:
     assert line is not None
     assert (line.overhead, line.bandwidth) == pytest.approx((1e-3, 2e9))
     assert line.residual < 1e-9
-    assert line.seconds(4e9, calls=10) == pytest.approx(2.01)
 
 
 def test_no_line_where_none_can_be() -> None:
@@ -80,7 +78,6 @@ def test_the_best_bucket_follows_from_the_fit() -> None:
     assert (nearest(model), fastest(run)) == (17e6, 4e6), "10 MB is 2.5 times 4, and 17 is 1.7 times 10"
     assert model.exposed(10) == pytest.approx(0.02)
     assert model.backward == pytest.approx(0.02)
-    assert "80 ms cannot hide" in bound(model), "100 ms of bytes, 20 ms of backward"
 
 
 def test_a_spread_is_that_of_the_pairs() -> None:

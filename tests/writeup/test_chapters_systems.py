@@ -1,4 +1,4 @@
-"""Sentences and tables of the chapters on arithmetic, the three other systems and checkpoints, from made-up records."""
+"""Tables and sentences of the chapters on arithmetic, layouts, experts and predictions, from made-up records."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +10,12 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from cs336_systems.cost.course import question
 from writeup import cost_runs
-from writeup.basis import machine_rates, sizes_table
-from writeup.book import Book, Citation
+from writeup.book import Book
 from writeup.chapters import arithmetic, introduction, megatron, roofline
-from writeup.cost_runs import Published, published_runs
-from writeup.megatron_study import predicted_step, study_table, without_recipe
-from writeup.moe_profile import published_shares, same_calls
+from writeup.chapters.introduction import machine_rates, sizes_table
+from writeup.chapters.megatron import predicted_step, study_table, without_recipe
+from writeup.chapters.moe import published_shares, same_calls
+from writeup.cost_runs import published_runs
 
 CPU = {"device": "cpu", "device_type": "cpu", "cores": 2, "commit": "abc", "dirty": False, "date": "2026-01-02"}
 
@@ -24,21 +24,6 @@ def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **m
     """A record whose median is that of its samples, an odd number."""
     metrics = ({"median_ms": sorted(ms)[len(ms) // 2]} if ms else {}) | more.pop("metrics", {})
     return Record(benchmark, config, more.pop("environment", CPU), list(ms), metrics, **more)
-
-
-def citation(*records: Record) -> Citation:
-    """A citation as a chapter gets it."""
-    return Citation(records[0].benchmark, "run it", records, frozenset(key for each in records for key in each.config))
-
-
-def save(candidate: str, ms: float, said: float | None = None, nbytes: int = 2**20, **config: Any) -> Record:
-    """A record of `benchmarks.checkpoints` with a narrow spread."""
-    state = {"size": "tiny", "year": 2024, "ranks": 2, "d_model": 8, "layers": 1}
-    samples = [share * ms for share in (0.99, 0.995, 1.0, 1.005, 1.01)]
-    return record(
-        "checkpoints", {"candidate": candidate, **state, **config}, samples,
-        metrics={"bytes": nbytes}, predicted={"mean_ms": said} if said else {},
-    )  # fmt: skip
 
 
 def test_what_is_said_of_gpus_follows_from_the_records():
@@ -63,37 +48,10 @@ def test_limits_of_parallelism_agree_with_their_ratios():
     assert float(rows[-2][3].rstrip("%")) < float(rows[-1][3].rstrip("%"))  # what overlaps takes less
 
 
-def evaluation(moe_kind: str, sent: float, dropped: float, loss: float, **config: Any) -> Record:
-    """A record of `benchmarks.moe_eval` whose prediction is 1000 bytes an all-to-all."""
-    metrics = {"bytes_per_all_to_all": sent, "dropped": dropped, "loss": loss, "tokens": 64}
-    shape = {"moe": moe_kind, **config}
-    return record("moe_eval", shape, (1, 2, 3), metrics=metrics, predicted={"bytes_per_all_to_all": 1000})
-
-
 def test_the_published_profile_says_that_the_host_decides():
     shares = published_shares(Book(machine=None))
     assert (shares["busy"], shares["sent"], shares["working"]) == ("12%", "63%", "4.5%")
     assert same_calls(None) == ""
-
-
-def scaled(layout: str, pp: int, ranks: int, ms: float, said: dict[str, float], **metrics: float) -> Record:
-    """A record of `benchmarks.scaling`."""
-    found = {"efficiency_median": 0.5, "bubble": 0.25} | metrics
-    predicted = {"mean_ms": sum(said.values()), "parts_ms": said, "bubble": 0.2}
-    config = {"layout": layout, "pp": pp, "ranks": ranks}
-    return record("scaling", config, (ms, ms, ms), metrics=found, predicted=predicted)
-
-
-def test_what_is_said_of_our_layouts():
-    one = scaled("2x1x1", 1, 2, 10.0, {"forward": 1.0, "tensor-parallel": 4.0}, efficiency_median=0.3)
-    two = scaled("1x2x1", 2, 2, 10.0, {"forward": 9.0})
-    many = scaled("2x2x1", 2, 4, 10.0, {"forward": 12.0})
-    said = megatron.ours(citation(one, two, many))
-    assert said[1] == "Of the ways to use two ranks, by efficiency: 1x2x1 (50%) and 2x1x1 (30%)"
-    assert said[2] == "The measured bubble minus the ideal one: 1x2x1 +5.0% and 2x2x1 +5.0%"
-    assert "more ranks than cores (2x2x1)" in said[3]
-    assert said[4] == "The prediction is furthest off for 2x1x1; 80% of it is tensor parallel"
-    assert megatron.ours(Citation("scaling", "run it")) == []
 
 
 def test_the_model_is_furthest_off_where_the_study_starved_its_hosts():
@@ -112,15 +70,6 @@ def test_families_that_are_far_off_are_named_with_a_reason_or_without(monkeypatc
     assert all(any(name in each.row["family"] for each in runs) for name in cost_runs.REASONS)
     monkeypatch.setattr(cost_runs, "FAR", 10.0)
     assert cost_runs.far_off(runs) == []
-
-
-def test_totals_count_fitted_and_predicted_runs_apart():
-    runs: Sequence[Published] = published_runs()
-    fitted = [each for each in runs if each.fitted]
-    said = cost_runs.totals(runs)
-    assert said[0].startswith(f"{len(fitted)} runs were fitted: ")
-    assert said[1].startswith(f"{len(runs) - len(fitted)} runs were only predicted: ")
-    assert len(cost_runs.totals(fitted)) == 1
 
 
 @pytest.mark.parametrize("kind", ["wrong", "missing"])

@@ -86,12 +86,12 @@ def test_the_accounting_has_the_same_problems():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("", "x = 1\n", "nothing else"),
-        ("[[problem]]", "[problem]", "must be a list"),
-        ('chapter = "ddp"\n', "", r"problem 1 \(a\): chapter is missing"),
+        ("", "x = 1\n", r"x: there are only \[\[problem\]\]"),
+        ("[[problem]]", "[problem]", r"every problem begins with a line \[\[problem\]\]"),
+        ('chapter = "ddp"\n', "", r"problem 1 \(a\): chapter missing"),
         ('chapter = "ddp"', "chapter = 'ddb'", "no chapter is called 'ddb'"),
-        ('chapter = "ddp"', 'chapters = "ddp"', "there is no 'chapters'"),
-        ('asks = "b"', 'asks = ""', "asks must be a text and not empty"),
+        ('chapter = "ddp"', 'chapters = "ddp"', "chapter missing"),
+        ('asks = "b"', 'asks = ""', "asks must not be empty"),
         ("[2024]", "[2026, 2024]", r"years are \[2026, 2024\]"),
         ("[2024]", "[2023]", r"years are \[2023\]"),
         ('["README.md"]', '["README.md: no name"]', "neither FILE nor FILE: NAME"),

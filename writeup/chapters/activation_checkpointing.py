@@ -9,13 +9,12 @@ from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, memory, predicted_memory
+from writeup.cells import memory, predicted_memory
 from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
 
 RESIDUALS = "python -m benchmarks.memory --size 2.7B --residuals"
 SEGMENTS = "python -m benchmarks.memory --size medium --batch-size 4 --segments"
-STUDENT = "enzo-ding"
 MIB = 2**20
 
 
@@ -138,42 +137,4 @@ def rule(record: Record) -> dict[str, str]:
         "optimum": f"{optimum:.2f}",
         "naive": f"{len(peaks) ** 0.5:.2f}",
         "best": str(1 + peaks.index(min(peaks))),
-        "at_naive": format_bytes(peaks[round(len(peaks) ** 0.5) - 1]),
-        "at_best": format_bytes(min(peaks)),
     }
-
-
-def saved(cited: Citation) -> list[str]:
-    """Share of the bytes that each way keeps, and its cost in time: a clause each."""
-    plain = cited.one(recompute="none")
-    if plain is None:
-        return []
-    said = []
-    for record in cited:
-        if record is not plain:
-            share = record.metrics["kept_bytes"] / plain.metrics["kept_bytes"]
-            said.append(f"{recompute_name(record)}: {share:.1%} of the bytes, for {more_work(record):.1%} more FLOPs")
-    return said
-
-
-def best(cited: Citation) -> str:
-    """State the measured length of a segment with the least memory, and whether it was predicted: a clause."""
-    lengths = {r.config["recompute_every"]: r for r in cited.measured.only(recompute="segments")}
-    if not lengths:
-        return ""
-    found = min(lengths, key=lambda length: lengths[length].metrics["peak_bytes"])
-    peaks = lengths[found].predicted["peak_by_length"]
-    wanted = 1 + peaks.index(min(peaks))
-    agrees = "as predicted" if wanted == found else f"where {wanted} was predicted"
-    return f"of the lengths measured, {found} needs least, {agrees}"
-
-
-def theirs(book: Book) -> str:
-    """A student's peaks by length of a segment: a clause, or nothing."""
-    table = book.published.table(STUDENT, "activation checkpointing")
-    rows = [
-        f"{row.values['peak'].shown('GiB')} GiB with segments of {row.keys['recompute_every']}" for row in table.rows
-    ]
-    place = f"`{table.rows[0].keys['size']}` of {table.source.year}, context {table.fixed['context']}, {table.hardware}"
-    more = f", and {markdown_text(table.note)}" if table.note else ""
-    return f"{' and '.join(rows)}{more} ({place})" if rows else NONE

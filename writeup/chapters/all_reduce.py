@@ -172,7 +172,7 @@ def published(book: Book, theirs: Beside) -> Table:
         f"Means of {theirs.table.source.author} on {theirs.table.hardware}. The last column is a ring's bytes over the "
         f"{rate(link)} that one such GPU has to the others by its data sheet. {theirs.table.note}."
     )
-    return Table(book, columns, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes], always=True)
+    return Table(book, columns, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes])
 
 
 def published_picture(theirs: Beside) -> Figure:
@@ -216,7 +216,7 @@ def students(book: Book, one: Citation) -> Table:
         where = markdown_text(f"{record.config['backend']}, {record.environment['device']}")
         rows.append(["this write-up, median", where, size_name(10**9), "2", timing(book, record), rate(bus(record))])
     columns = ("<source", "<on", "size", "ranks", "mean", "bus bandwidth")
-    return Table(book, columns, rows, ours if ours else (), always=True)
+    return Table(book, columns, rows, ours if ours else ())
 
 
 def original(theirs: Beside) -> str:

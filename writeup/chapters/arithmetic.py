@@ -8,14 +8,11 @@ from cs336_systems.cost.course import Answer, question
 from cs336_systems.cost.course.answers import quantity
 from writeup.book import Book
 from writeup.cells import NONE
-from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
 
 NAMES = (
     "rings", "data-parallel", "fsdp", "tensor-parallel", "fsdp-tensor-parallel", "xxl-memory", "xxl-fsdp", "xxl-batch",
 )  # fmt: skip
-MOST = 32  # devices in the figure
-TOKENS = range(40, 801, 5)  # a device, in the figure
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -93,56 +90,3 @@ def readings(book: Book, answer: Answer) -> Table:
     return Table(
         book, ("<what the question is taken to say", "<tokens a device, at least", "with these numbers"), cells
     )
-
-
-def _ratio(way: str) -> Callable[[Answer], float]:
-    return lambda answer: answer.numbers[f"{way}_communication"] / answer.numbers[f"{way}_compute"]
-
-
-def _many(axes: Any) -> None:
-    """Communication over compute, by devices."""
-    lines = {
-        "DP backward, FSDP both": ("fsdp", "forward"),
-        "TP forward": ("tensor-parallel", "forward"),
-        "TP backward": ("tensor-parallel", "backward"),
-    }
-    counts = range(2, MOST + 1)
-    for name, (asked, way) in lines.items():
-        axes.plot(counts, [_ratio(way)(question(asked, N=count)) for count in counts], label=name)
-    axes.set_xlabel("devices")
-    axes.set_ylabel("communication / compute")
-    axes.set_title("2026: one layer", loc="left", fontsize="medium")
-
-
-def _tokens(axes: Any, answer: Answer) -> None:
-    """Both axes' communication over compute, by tokens per device, on the mesh of the 2025 question."""
-    found = answer.numbers
-    gather = [found["given_overlapped"] / tokens for tokens in TOKENS]
-    axes.plot(TOKENS, gather, label="FSDP's gather")
-    axes.plot(TOKENS, [found["tp_share"]] * len(TOKENS), label="TP's gather and scatter")
-    axes.plot(TOKENS, [each + found["tp_share"] for each in gather], label="one after another")
-    for key in ("given_overlapped", "given_apart"):
-        axes.plot([found[key]], [1.0], "o", color="black", markersize=5)
-        axes.annotate(f"{found[key]:.0f}", (found[key], 1.0), (4, 6), textcoords="offset points", fontsize=8)
-    axes.set_ylim(0, 3)
-    axes.set_xlabel("tokens a device")
-    axes.set_title("2025: the mesh as given", loc="left", fontsize="medium")
-
-
-def picture(answers: Mapping[str, Answer]) -> Figure:
-    """Picture of where communication takes longer than compute, for one layer and for XXL."""
-
-    def into(panels: Any) -> None:
-        _many(panels[0])
-        _tokens(panels[1], answers["xxl-batch"])
-        for axes in panels:
-            axes.axhline(1.0, color=COLOURS[6], linewidth=0.8)
-            axes.legend(fontsize=8)
-
-    return draw(
-        "arithmetic-hidden",
-        "Communication over compute; below 1 it can be hidden. Left: a layer of 2026 over devices. Right: XXL of 2025, "
-        "where the two readings of the mesh as given cross 1.",
-        "Two panels of communication over compute: rising with devices, falling with tokens a device",
-        into, columns=2, height=3.4,
-    )  # fmt: skip

@@ -61,16 +61,9 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
         size, mode = record.config["size"], record.config["mode"]
         theirs = book.published.value(SOURCE, table, size=size, pass_=mode)
         wanted = f" ({format_seconds(original_seconds(size, mode))})" if theirs else ""
+        what = [markdown_text(size), mode, f"{len(record.samples_ms) or NONE}"]
         cells = [mean(book, record), timing(book, record), prediction(record)]
-        rows.append(
-            [
-                markdown_text(size),
-                mode,
-                f"{len(record.samples_ms) or NONE}",
-                *cells,
-                quoted(book, theirs, "ms") + wanted,
-            ]
-        )
+        rows.append([*what, *cells, quoted(book, theirs, "ms") + wanted])
     columns = ("<size", "<pass", "n", "mean ± deviation", "median", "predicted (of measured)")
     notes = [
         f"n: samples; fewer than {FEW} have no deviation. 2024's cells are predicted by the cost model for large runs, "
@@ -83,14 +76,11 @@ def cold_published(book: Book) -> Table:
     """The published times without warm-up beside those with it, every size and pass."""
     rows = []
     for row in book.published.table(SOURCE, COLD).rows:
-        both = [
-            book.published.value(SOURCE, name, column, **row.keys)
-            for name in (COLD, WARM)
-            for column in ("mean", "std")
-        ]
+        tables = [book.published.table(SOURCE, name) for name in (COLD, WARM)]
+        both = [table.value(column, **row.keys) for table in tables for column in ("mean", "std")]
         rows.append([str(row.keys["size"]), str(row.keys["pass"]), *(quoted(book, each, "ms") for each in both)])
     heads = ("<size", "<pass", "no warm-up, mean", "deviation", "one step, mean", "deviation")
-    return Table(book, heads, rows, always=True)
+    return Table(book, heads, rows)
 
 
 def mean(book: Book, record: Record) -> str:
@@ -188,16 +178,6 @@ def expected(table: PublishedTable) -> list[float | None]:
         system = system_preset(table.system)
         found.append(pass_seconds(config, batch, seq, str(keys["precision"]), str(keys["pass"]), system))
     return found
-
-
-def backward(cited: Citation) -> str:
-    """Time of a backward pass over that of a forward pass, by size, where neither time is noisy."""
-    shares = []
-    for size in cited.measured.values("size"):
-        one, other = (cited.measured.one(size=size, mode=mode) for mode in ("forward", "backward"))
-        if one and other and not one.flags and not other.flags:
-            shares.append(f"{median_ms(other) / median_ms(one):.1f} at `{size}`")
-    return joined(shares) if shares else ""
 
 
 def original_cold(book: Book) -> str:

@@ -1,6 +1,5 @@
 """Best size of a bucket: the sweep, the equation with overhead and bandwidth fitted, and its optimum."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any
@@ -15,12 +14,11 @@ from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, prediction, ratio, timing
+from writeup.cells import NONE, median_ms
 from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
-from writeup.line_fit import Line, fit
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, link_title, link_words, runs_of
+from writeup.rank_runs import DDP, THROTTLED, Line, fit, link_title, link_words, runs_of
 from writeup.tables import Table
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward
@@ -87,20 +85,6 @@ def model_of(run: Citation) -> Model | None:
     return Model(run, nbytes, line, BACKWARD * median_ms(alone) / 1e3) if line else None
 
 
-def sweep(book: Book, run: Citation) -> Table:
-    """Step by bucket size: measured, predicted, and what the equation leaves exposed."""
-    model, rows = model_of(run), []
-    for record in sweep_of(run):
-        buckets = metric(record, "collectives")
-        said = [format_seconds(each(buckets)) for each in (model.exposed, model.general)] if model else [NONE, NONE]
-        exposed = format_seconds(metric(record, "exposed_ms") / 1e3)
-        size = size_name(bucket_bytes(record) or 0.0)
-        rows.append([size, str(buckets), timing(book, record), prediction(record), ratio(record), exposed, *said])
-    columns = ("bucket", "collectives", "step", "predicted (of measured)", "over torch DDP",
-               "exposed", "T(n)", "with backward's length")  # fmt: skip
-    return Table(book, columns, rows, run)
-
-
 def fits(book: Book, models: list[Model], cited: list[Citation]) -> Table:
     """Overhead and bandwidth of each run."""
     rows = [[f"a step's collectives, {name(model)}", size_name(model.nbytes), *shown(model.line)] for model in models]
@@ -148,22 +132,19 @@ def picture(models: list[Model]) -> Figure:
     """Exposed communication over the number of buckets: measured, by T(n), and with backward's own length."""
 
     def into(axes: Any) -> None:
-        for place, model in zip(axes if len(models) > 1 else [axes], models, strict=True):
+        for place, model in zip(axes, models, strict=True):
             found = [(metric(r, "collectives"), metric(r, "exposed_ms")) for r in sweep_of(model.run)]
-            most = max(
-                [count for count, _ in found] + [best_count(model.nbytes, model.line.bandwidth, model.line.overhead)]
-            )
+            optimum = best_count(model.nbytes, model.line.bandwidth, model.line.overhead)
+            most = max([count for count, _ in found] + [optimum])
             counts = np.geomspace(1, 4 * most, 200)
-            curves: tuple[tuple[str, Callable[[float], float]], ...] = (
-                ("T(n)", model.exposed), ("with backward's length", model.general))  # fmt: skip
-            for colour, (what, curve) in zip(COLOURS, curves, strict=False):
+            curves = {"T(n)": model.exposed, "with backward's length": model.general}
+            for colour, (what, curve) in zip(COLOURS, curves.items(), strict=False):
                 place.plot(counts, [1e3 * curve(float(count)) for count in counts], color=colour, label=what)
             place.plot(*zip(*found, strict=True), "o", color=COLOURS[6], label="measured") if found else None
             link = plot_text(link_title(model.run.records[0]))
             place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=link)
             place.set_ylim(bottom=0)
-            if place is (axes[0] if len(models) > 1 else axes):
-                place.legend(fontsize=7)
+        axes[0].legend(fontsize=7)
 
     return draw(
         "buckets-exposed", "What the reductions of n buckets leave after backward: measured, and by the equation.",
@@ -184,18 +165,4 @@ def published(book: Book) -> Table:
         ]
         for backend, size in models
     ]
-    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes, always=True)
-
-
-def bound(model: Model) -> str:
-    """State the longer of the two, backward or communication, and the consequence."""
-    transfer = model.nbytes / model.line.bandwidth
-    if transfer > model.backward:
-        return (
-            f"the bytes take {format_seconds(transfer)}, longer than backward's {format_seconds(model.backward)}, so "
-            f"{format_seconds(transfer - model.backward)} cannot hide whatever the bucket"
-        )
-    return (
-        f"the bytes take {format_seconds(transfer)}, which {format_seconds(model.backward)} of backward would hide if "
-        "sending them took nothing from computing"
-    )
+    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes)

@@ -40,10 +40,9 @@ def searched(case: Case) -> Search:
 
 
 def spoken(found: dict[Case, Search]) -> dict[str, Any]:
-    """Degrees of the winners, and the factor that the highest degree of tensor parallelism within a node costs."""
-    best = [each.best[0].plan for each in found.values()]
+    """Factors that the highest degree of tensor parallelism within a node costs."""
     price = [loss.factor for each in found.values() for loss in each.losses if loss.axis == "tp" and loss.value == 8]
-    return {"small": best[0], "tp": [plan.tp for plan in best], "price": [each for each in price if each > 1]}
+    return {"price": [each for each in price if each > 1]}
 
 
 def winners(book: Book, found: dict[Case, Search]) -> Table:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from writeup.book import Book, Citation, facts
+from writeup.book import Book, Citation, facts, sections
 from writeup.cells import median_ms
 from writeup.chapters import buckets, wrappers
 from writeup.errors import Unmeasured
@@ -11,10 +11,8 @@ from writeup.schematics import wrappers as wrappers_picture
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the sections, and the values that its sentences quote."""
-    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "orders": wrappers_picture()}
-    for part in (wrappers, buckets):
-        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
-    return found
+    found = {"f": facts(lambda: spoken(book)), "orders": wrappers_picture()}
+    return found | sections(book, wrappers, buckets)
 
 
 def spoken(book: Book) -> dict[str, Any]:

@@ -5,12 +5,9 @@ from typing import Any
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.cells import NONE
-from writeup.chapters.function_calls import COMMAND, SOURCE, largest
+from writeup.chapters.function_calls import COMMAND, largest
 from writeup.profiles import profile_picture, tables, with_tables
 from writeup.tables import Table
-from writeup.words import joined
-
-PARTS = {"rmsnorm": "RMSNorm", "softmax": "softmax of attention"}  # the original's name and the profile's
 
 LEAST = 5e-4  # share of a part that is listed
 
@@ -34,20 +31,6 @@ def content(book: Book) -> dict[str, Any]:
     }
 
 
-def shares(book: Book, cited: Citation) -> Table:
-    """Shares of norms and softmax in the forward pass and in the step, with the original's figures."""
-    rows = []
-    for name, ours in PARTS.items():
-        theirs = book.published.value(SOURCE, "flame graph", "share", part=name)
-        for record in cited:
-            row = next((each for each in (tables(book, record) or {})["shares"] if each["name"] == ours), None)
-            cells = [f"{row['of_forward']:.2%}", f"{row['of_step']:.2%}"] if row else [NONE, NONE]
-            rows.append([ours, record.config["size"], *cells, f"{theirs.shown('%')}%" if theirs else NONE])
-    return Table(
-        book, ("<part", "<size", "of the forward pass", "of the step", "2024, one GPU: of the step"), rows, cited
-    )
-
-
 def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, Any] | None) -> Table:
     """The whole step by part of the model; each moment is in one row."""
     rows = []
@@ -55,9 +38,8 @@ def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, A
         whole = sum(total(row) for row in profile["parts"])
         for row in (each for each in profile["parts"] if each["share"] >= LEAST):
             ways = (row["forward"], row["backward"] + row["recomputed"], row["other"])
-            rows.append(
-                [row["name"], *(f"{each / whole:.1%}" if each else NONE for each in ways), f"{row['share']:.1%}"]
-            )
+            cells = [f"{each / whole:.1%}" if each else NONE for each in ways]
+            rows.append([row["name"], *cells, f"{row['share']:.1%}"])
     columns = ("<part", "in forward", "in backward", "elsewhere", "in all")
     return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
 
@@ -65,14 +47,3 @@ def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, A
 def total(row: dict[str, Any]) -> int:
     """Nanoseconds of a part."""
     return int(row["forward"] + row["recomputed"] + row["backward"] + row["other"])
-
-
-def original(book: Book) -> str:
-    """The original's way to its shares: per call, times calls."""
-    said = []
-    for row in book.published.table(SOURCE, "flame graph").rows:
-        each, calls, share = (row.values[name] for name in ("per_call", "calls", "share"))
-        said.append(
-            f"{each.shown('%')}% for a call of {row.keys['part']}, {calls.shown('1')} calls, {share.shown('%')}% in all"
-        )
-    return joined(said)

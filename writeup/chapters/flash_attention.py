@@ -27,14 +27,8 @@ COURSE = {"grid": "course", "candidate": "eager", "dtype": "fp32", "batch": 8, "
 def content(book: Book) -> dict[str, Any]:
     """Both sweeps, the pictures, what others published, and the clauses of the commentary."""
     course = book.cite("attention", COURSE, command="python -m benchmarks.attention --grid course")
-    flash = book.cite(
-        "attention",
-        grid="flash",
-        batch=1,
-        causal=True,
-        keeps=True,
-        command="python -m benchmarks.attention --grid flash",
-    )
+    run = "python -m benchmarks.attention --grid flash"
+    flash = book.cite("attention", grid="flash", batch=1, causal=True, keeps=True, command=run)
     ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command=ON_GPU)
     shown = narrowed(flash)
     return {
@@ -72,15 +66,8 @@ def kernels(book: Book, cited: Citation) -> Table:
         back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
         cells = [median(book, record), median(book, back), timing(book, both), prediction(both), kept(book, record)]
         rows.append([f"{config['seq']:,}", name, *cells])
-    heads = (
-        "<tokens",
-        "<kernel",
-        "forward",
-        "backward",
-        "both",
-        "lower bound (of both)",
-        "kept (predicted / measured)",
-    )
+    kept_head = "kept (predicted / measured)"
+    heads = ("<tokens", "<kernel", FORWARD, BACKWARD, "both", "lower bound (of both)", kept_head)
     note = f"Not supported on this device: {joined(dict.fromkeys(left))}." if left else ""
     used = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
     return Table(book, heads, rows, used, notes=[note] if note else [])

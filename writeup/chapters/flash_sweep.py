@@ -52,15 +52,8 @@ def sweep(book: Book, cited: Citation) -> Table:
             ahead, behind = (expected(cited, dim, seq, what) for what in (FORWARD, BACKWARD))
             cells = [NONE, ahead, NONE, behind, f"predicted {format_bytes(need or 0)}"]
         rows.append([f"{dim}", f"{seq:,}", *cells])
-    heads = (
-        "<dim",
-        "tokens",
-        "forward",
-        "predicted",
-        "backward",
-        "predicted",
-        "kept for backward (predicted / measured)",
-    )
+    times = (FORWARD, "predicted", BACKWARD, "predicted")
+    heads = ("<dim", "tokens", *times, "kept for backward (predicted / measured)")
     return Table(book, heads, rows, cited)
 
 

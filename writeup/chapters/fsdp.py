@@ -11,7 +11,7 @@ from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.cost.course import question
 from cs336_systems.cost.course.memory import parameters_of
 from cs336_systems.host.console import format_bytes, format_seconds
-from cs336_systems.host.text import markdown_code, markdown_text, plot_text
+from cs336_systems.host.text import markdown_text
 from cs336_systems.layout import Layout, Transfer
 from cs336_systems.presets import model_preset
 from cs336_systems.traffic import sent
@@ -20,15 +20,13 @@ from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, age, prediction, ratio, timing
-from writeup.chapters.sharding_published import PARTS
-from writeup.figures import COLOURS, Figure, draw
-from writeup.profiles import profile_picture
+from writeup.chapters.optimizer_sharding import PARTS
 from writeup.rank_runs import ZERO, model_of, runs_of
 from writeup.tables import Table, missing
 from writeup.words import joined
 
 STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
-FULL, TORCH = "stage 3", "torch FSDP2"
+TORCH = "torch FSDP2"
 STUDENT, YEAR, SIZE = "enzo-ding", 2026, "xl"
 GIB = 2**30
 SHAPE = ("d_model", "layers", "batch_size", "context", "ranks")  # the memory depends on these, not on the link
@@ -108,34 +106,6 @@ def steps(book: Book, run: Citation) -> Table:
     return Table(book, columns, rows, run)
 
 
-def picture(runs: list[Citation]) -> Figure:
-    """Bytes at rest and seconds of every stage, relative to no sharding."""
-
-    def into(axes: Any) -> None:
-        run = runs[0]
-        names = [plot_text(str(record.config["candidate"])) for record in run]
-        left = [0.0] * len(names)
-        for colour, part in zip(COLOURS, PARTS, strict=False):
-            sizes = [metric(record, f"{part}_bytes") / 2**20 for record in run]
-            axes[0].barh(names, sizes, left=left, color=colour, label=part)
-            left = [low + size for low, size in zip(left, sizes, strict=True)]
-        axes[0].plot([total(record, True) / 2**20 for record in run], names, "k|", markersize=14, label="predicted")
-        axes[0].set(xlabel="MiB on a rank", title="at rest")
-        axes[1].barh(names, [metric(record, "median_ms") for record in run], color=COLOURS[7])
-        axes[1].plot([record.predicted["mean_ms"] for record in run], names, "k|", markersize=14)
-        axes[1].set(xlabel="milliseconds", title="a step", yticklabels=[])
-        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        for place in axes:
-            place.invert_yaxis()
-            place.grid(axis="y", visible=False)
-
-    return draw(
-        "fsdp-stages", f"Memory at rest and time of a step, by stage: {model_of(runs[0])}.",
-        "Bars of memory at rest by part and of the time of a step for each ZeRO stage and FSDP2", into, columns=2,
-        height=3.6,
-    )  # fmt: skip
-
-
 @cache
 def observed(ranks: int, stage: int) -> Counter[Transfer]:
     """A step's collectives for the course's xl, as the library is observed to send them."""
@@ -155,27 +125,7 @@ def traffic(book: Book, ranks: int = 8) -> Table:
         unit = whole / (nbytes * (ranks - 1) / ranks)
         rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
     columns = ("ranks", "<stage", "<collectives of a step", "sent by a rank", "in units of 4P(N-1)/N")
-    return Table(book, columns, rows, always=True)
-
-
-def trace(book: Book, record: Record) -> Figure | None:
-    """The timeline of stage 3."""
-    share = joined(f"{each:.0%}" for each in metric(record, "overlap"))
-    caption = (
-        f"Stage 3: gathers run ahead of the layers that need them; {share} of the communication overlaps computing."
-    )
-    return profile_picture(book, record, "timeline", caption, "Timeline of a step of fully sharded data parallelism")
-
-
-def overlap(traced: Citation) -> str:
-    """Hidden share of the gathers and reductions, by rank."""
-    lines = []
-    for record in traced.measured:
-        shares = joined(f"{each:.0%}" for each in metric(record, "overlap"))
-        spent = joined(format_seconds(each / 1e3) for each in metric(record, "communication_ms"))
-        model = markdown_code(str(record.config["size"]))
-        lines.append(f"In a profiled step of {model}, {shares} of {spent} of communication overlap computing, by rank.")
-    return " ".join(lines)
+    return Table(book, columns, rows)
 
 
 def accounting(book: Book) -> Table:
@@ -198,7 +148,7 @@ def accounting(book: Book) -> Table:
     columns = ("<wrapper", "ranks", "<precision", "peak", "at rest, predicted", "saved", "saved at rest, predicted",
                "step")  # fmt: skip
     note = f"::: source\n{theirs.table.source.author}, {theirs.table.hardware}; {theirs.table.note}.\n:::"
-    return Table(book, columns, rows, notes=[note, *theirs.notes], always=True)
+    return Table(book, columns, rows, notes=[note, *theirs.notes])
 
 
 def answer() -> str:

@@ -1,15 +1,14 @@
 """Operators of a pass: number of calls, and share of its time."""
 
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
+from cs336_systems.cost import forward_flops
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
-from cs336_systems.presets import preset
+from cs336_systems.presets import ModelConfig, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, median_ms, quartiles
-from writeup.operators import Profile, by_own_time, clocked, config_of, flops_ratio
+from writeup.cells import NONE, median_ms
 from writeup.profiles import tables, with_tables
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
@@ -19,7 +18,9 @@ COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --atte
 SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
 SOFTMAX, SCORES = "softmax of attention", "both products"
-SAME = ("size", "year", "precision", "norm", "attention", "compile", "recompute", "batch_size", "context")
+SOFTMAX_FLOPS = 5  # of an element: compare, subtract, exponentiate, add, divide
+
+Profile = dict[str, Any]
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -42,20 +43,29 @@ def largest(cited: Citation) -> Record | None:
     return max(cited, key=median_ms, default=None)
 
 
-def benchmarked(book: Book, record: Record) -> Citation:
-    """The benchmark of the same model's forward pass, one record or none."""
-    same = {key: record.config[key] for key in SAME}
-    found = book.cite("e2e", same, warmup=2, mode="forward", command=command_of(record)).measured
-    plain = tuple(each for each in found if each.config.get("kernels") == record.config.get("kernels"))
-    return replace(found, records=plain[:1])
+def config_of(record: Record) -> ModelConfig:
+    """The model of a record, with the context that it ran."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    return model.override(context_length=config["context"], norm=config["norm"], attention=config["attention"])
 
 
-def command_of(record: Record) -> str:
-    """Command that measures a profile's model with its tokens: the settings that differ from its size's preset."""
-    config, usual = record.config, preset(record.config["size"], record.config["year"])
-    own = {"attention": usual.model.attention, "batch_size": usual.batch_size, "context": usual.model.context_length}
-    asked = [f"--{key.replace('_', '-')} {config[key]}" for key, value in own.items() if config[key] != value]
-    return " ".join((f"python -m benchmarks.e2e --size {config['size']}", *asked))
+def clocked(profile: Profile) -> tuple[str, str, str]:
+    """The names of a row's own time, of its share, and of its total: the device's where anything ran on one."""
+    where = "device" if profile["clock"] == "device" else "cpu"
+    return f"{where}_self", f"{where}_self_share", f"{where}_total"
+
+
+def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
+    """The operators of a phase, or of the step, with the longest self time."""
+    own, _, _ = clocked(profile)
+    return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
+
+
+def flops_ratio(config: ModelConfig) -> float:
+    """FLOPs of the softmax over those of the two products, of any batch."""
+    scores = config.num_layers * config.num_heads * config.context_length**2
+    return SOFTMAX_FLOPS * scores / forward_flops(config, 1, config.context_length)["scores"]
 
 
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
@@ -123,15 +133,3 @@ def more_time_than_flops(cited: Citation, book: Book) -> str:
     return (
         joined(f"{times(each)} ({size})" for size, each in found.items()) if min(found.values(), default=0) > 1 else ""
     )
-
-
-def agree(cited: Citation, book: Book) -> str:
-    """Agreement of profile and benchmark within the spread of the samples: a clause, or nothing."""
-    found = []
-    for record in cited:
-        for other in benchmarked(book, record):
-            low, high = quartiles(other.samples_ms)
-            ratio = record.metrics["forward_ms"] / median_ms(other)
-            inside = low <= record.metrics["forward_ms"] <= high
-            found.append(f"{'within its quartiles' if inside else f'{ratio:.2f} of it'} at {record.config['size']}")
-    return joined(found) if found else ""

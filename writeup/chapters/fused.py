@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation
-from writeup.cells import NONE, over, prediction, timing
+from writeup.cells import NONE, over, timing
 from writeup.tables import Table
-from writeup.words import joined, pair_ratios
+from writeup.words import pair_ratios
 
 KERNELS = {
     "cross-entropy": "Head and loss",
@@ -23,9 +22,7 @@ BASE = "torch"
 def content(book: Book) -> dict[str, Any]:
     """A table for each kernel, and the largest shape of each in one."""
     cited = {kernel: book.cite("fused", kernel=kernel) for kernel in KERNELS}
-    return {
-        "all": largest(book, list(cited.values())),
-    }
+    return {"all": largest(book, list(cited.values()))}
 
 
 def shape(record: Record) -> str:
@@ -36,21 +33,6 @@ def shape(record: Record) -> str:
 def group(record: Record) -> str:
     """Records of one interleaved comparison."""
     return f"{shape(record)}, {record.config['pass']}, {record.config['dtype']}"
-
-
-def table(book: Book, cited: Citation) -> Table:
-    """Every candidate, its time over that of plain torch turn by turn."""
-    bases = {group(record): record for record in cited.measured if record.config["candidate"] in (BASE, "eager")}
-    rows = []
-    for record in cited.measured or cited:
-        base = bases.get(group(record))
-        beside = over(pair_ratios(record, base)) if base and record.status == "ok" else NONE
-        words = [shape(record), f"{record.config['pass']}, {record.config['dtype']}", record.config["candidate"]]
-        rows.append([*map(markdown_text, words), timing(book, record), prediction(record), beside])
-    heads = ("<shape", "<pass", "<candidate", "median", "lower bound (of measured)", "over plain torch")
-    absent = sorted({markdown_text(str(record.config["candidate"])) for record in cited if record.status != "ok"})
-    notes = [f"Not supported on this machine: {joined(absent)}."] if absent and cited.measured else []
-    return Table(book, heads, rows, cited, notes)
 
 
 def largest(book: Book, citations: list[Citation]) -> Table:

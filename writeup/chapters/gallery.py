@@ -48,7 +48,6 @@ def _shown(report: Report, variant: Variant, first: dict[tuple[str, str], Varian
         "diff": variant.diff(),
         "wrong": markdown_text(variant.wrong),
         "seen": markdown_text(variant.seen),
-        "slow_network": variant.slow_network,
         "test": f"[{markdown_code(variant.test)}](#{catcher.anchor}){STALE if old else ''}",
         "where": printable(saw.where),
         "message": printable(saw.message),

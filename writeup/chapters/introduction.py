@@ -1,16 +1,17 @@
-"""Introduction: the document's purpose, its machine, the age of its records, and the errors of its predictions."""
+"""Introduction: the document's purpose, its machine and models, the age of its records, its predictions' errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.host.text import markdown_code, markdown_text
-from writeup.basis import rates_table, sizes_table
-from writeup.book import Book, Citation, machines
-from writeup.catalogue import RUNS
+from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.host.console import format_count, format_seconds
+from cs336_systems.host.text import markdown_code, markdown_text, printable
+from cs336_systems.presets import COURSE_YEARS, course_sizes, preset
+from writeup.book import BENCHMARKS, Book, Citation, machines
 from writeup.cells import NONE, median_ms, predicted_ms, quartiles
-from writeup.figures import COLOURS, Figure, draw
+from writeup.figures import Figure, draw, ratio_rows
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 
@@ -22,7 +23,7 @@ Pair = tuple[float, float]  # predicted, measured
 
 def content(book: Book) -> dict[str, Any]:
     """The overview of all benchmarks, and the values that its sentences quote."""
-    cited = {name: book.cite(name) for name in dict.fromkeys(run.name for run in RUNS)}
+    cited = {name: book.cite(name) for name in BENCHMARKS}
     records = [record for citation in cited.values() for record in citation]
     timed = {name: found for name, found in cited.items() if name not in BOUNDS}
     times = {name: pairs for name, found in timed.items() if (pairs := time_pairs(found))}
@@ -85,21 +86,13 @@ def picture(times: dict[str, list[Pair]]) -> Figure:
     """Every prediction of time as a point, by benchmark, on a logarithmic scale."""
 
     def into(axes: Any) -> None:
-        for place, pairs in enumerate(times.values()):
-            found = sorted(said / seen for said, seen in pairs)
-            # Points of one benchmark are spread by rank, so that none hides another.
-            heights = [place + 0.5 * (rank + 0.5) / len(found) - 0.25 for rank in range(len(found))]
-            axes.plot(found, heights, ".", color=COLOURS[0], markersize=4, alpha=0.6)
-            axes.plot([median(found)], [place], "|", color=COLOURS[1], markersize=18, markeredgewidth=2.5)
-        axes.axvline(1.0, color="black", linewidth=0.8)
+        ratios = {name: [said / seen for said, seen in pairs] for name, pairs in times.items()}
+        style = {"marker": ".", "markersize": 4, "alpha": 0.6}
+        ratio_rows(axes, ratios, "predicted / measured time", [style] * len(ratios), medians=True)
         axes.set_xscale("log")
         ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.tick_params(axis="x", which="minor", bottom=False)
-        axes.set_yticks(range(len(times)), list(times))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("predicted / measured time")
 
     return draw(
         "introduction-predictions",
@@ -136,3 +129,68 @@ def gpu(records: list[Record], everywhere: list[Record]) -> str:
         "No record of any machine is from a GPU: figures of GPUs here are published by others, or predicted. The "
         "kernels in Triton were tested in its interpreter and compiled for a GPU, but not timed."
     )
+
+
+def machine_rates(records: Iterable[Record]) -> dict[str, dict[str, list[float]]]:
+    """All rates of a machine that runs measured, by subject and kind; each run measures a rate once."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for record in records:
+        run = f"{record.benchmark} {record.environment.get('date')}"
+        for what, which, value in _rates_of(record):
+            found.setdefault(what, {}).setdefault(which, {})[run] = value
+    return {what: {each: list(runs.values()) for each, runs in which.items()} for what, which in found.items()}
+
+
+def _rates_of(record: Record) -> Iterator[tuple[str, str, float]]:
+    config, known = record.config, {**record.predicted, **record.metrics}
+    if "peak_flops_per_s" in known:
+        yield f"products in {config.get('precision') or config.get('dtype')}", "FLOP/s", known["peak_flops_per_s"]
+    if "bandwidth_bytes_per_s" in known:
+        yield "copies, read and written", "B/s", known["bandwidth_bytes_per_s"]
+    if "link_bytes_per_s" in known:
+        link = f", {plain_link(config['link'])}" if config.get("link") else ""
+        yield f"between {config['ranks']} ranks{link}", "B/s", known["link_bytes_per_s"]
+        yield f"between {config['ranks']} ranks{link}", "latency", known["latency_ms"]
+
+
+def plain_link(name: str) -> str:
+    """Name of a record's link in the words of the text."""
+    return markdown_text(printable(name.replace("1gbit tbf", "1 Gbit/s link")))
+
+
+def rates_table(book: Book, records: Iterable[Record]) -> Table:
+    """Table of the machine's rates, used by predictions: each the median over the runs, with their spread."""
+    rows = []
+    for what, which in sorted(machine_rates(records).items(), reverse=True):
+        unit, values = next(iter(which.items()))
+        low, high = (f"{format_count(each)}{unit}" for each in (min(values), max(values)))
+        late = format_seconds(median(which["latency"]) / 1e3) if "latency" in which else NONE
+        spread = f"{low} to {high}" if len(values) > 1 else NONE
+        rows.append([what, f"{format_count(median(values))}{unit}", spread, late, str(len(values))])
+    columns = ("<rate of this machine", "median of the runs", "least to greatest", "latency of a call", "runs")
+    return Table(book, columns, rows)
+
+
+def sizes_table(book: Book) -> Table:
+    """Table of the models that tables name: their editions, parameters and shape."""
+    first = COURSE_YEARS[0]
+    shapes: dict[tuple[str, ...], list[tuple[str, str]]] = {_shape("tiny", first): [("this project's", _batch("tiny"))]}
+    for year in COURSE_YEARS:
+        for size in course_sizes(year):
+            shapes.setdefault(_shape(size, year), []).append((str(year), _batch(size, year)))
+    rows = []
+    for (size, *shape), found in shapes.items():
+        editions, batches = (", ".join(dict.fromkeys(column)) for column in zip(*found, strict=True))
+        rows.append([size, editions, *shape, batches])
+    return Table(book, ("<size", "<editions", "parameters", "layers", "width", "heads", "batch x context"), rows)
+
+
+def _shape(size: str, year: int) -> tuple[str, ...]:
+    model = preset(size, year).model
+    parameters = format_count(sum(count_parameters(model).values()), "B")
+    return size, parameters, str(model.num_layers), str(model.d_model), str(model.num_heads)
+
+
+def _batch(size: str, year: int = COURSE_YEARS[0]) -> str:
+    chosen = preset(size, year)
+    return f"{chosen.batch_size} x {chosen.model.context_length}"

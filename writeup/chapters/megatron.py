@@ -1,24 +1,26 @@
 """Megatron-LM's scaling: our layouts, the published study of BERT-345M, and published runs beside predictions."""
 
-from math import log
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.lib.scaling_anomalies import anomalies
-from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_anomalies import anomalies, marks
+from benchmarks.lib.scaling_logs import ScalingRun, bubble, default_base, efficiency, ideal_bubble, read_runs
 from benchmarks.lib.scaling_plot import PARTS, breakdown
 from benchmarks.lib.scaling_plot import draw as draw_study
 from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.scaling_tables import PUBLISHED as STUDY
-from benchmarks.lib.scaling_tables import percent, tables_apart
+from benchmarks.lib.scaling_tables import percent, tables_apart, utilisation
 from benchmarks.records import Record
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text
+from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
+from writeup.cells import NONE, STATUS, predicted_ms, prediction, timing
 from writeup.figures import Figure, draw, drawn
-from writeup.megatron_study import predicted_step, study_table, without_recipe
-from writeup.narrow import narrowed
 from writeup.tables import Table
-from writeup.words import error_of, joined, span
+from writeup.words import span
 
 # The parts of a predicted step by the name that the figure has for measured ones.
 PREDICTED = {
@@ -31,6 +33,7 @@ PREDICTED = {
     "optimizer": "optimizer",
 }
 COLOURS = PARTS | {"tensor parallel": "#D55E00"}
+SYSTEM = "ThetaGPU"
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def content(book: Book) -> dict[str, Any]:
         "study": study_table(book, study, steps),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
-            "megatron-study", narrowed(draw_study(study)),
+            "megatron-study", draw_study(study),
             "The published study: throughput, efficiency, and parts of an iteration. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),
@@ -59,10 +62,7 @@ def apart(cited: Citation) -> list[Citation]:
 def _ours(book: Book, cited: Citation, place: int) -> dict[str, Any]:
     return {
         "layouts": layouts(book, cited),
-        "what": "{size}, {precision}".format(**cited.records[0].config) if cited else "",
-        "cores": mfu_cores(cited),
         "parts": parts(cited, f"megatron-parts{f'-{place}' * bool(place)}") if cited.measured else None,
-        "said": ours(cited),
     }
 
 
@@ -87,16 +87,6 @@ def layouts(book: Book, cited: Citation) -> Table:
         "predicted", "bubble", "ideal", "peak memory", "MFU",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
-
-
-def mfu_cores(cited: Citation) -> str:
-    """The peak that MFU is a share of: a clause, or nothing where records do not tell."""
-    known = [(r.config["ranks"], r.config["threads"], r.environment["cores"]) for r in cited.measured]
-    used = {ranks: min(ranks * threads, cores) for ranks, threads, cores in known if threads}
-    if not used:
-        return ""
-    named = joined(f"{cores} by {ranks} rank{'s' * (ranks > 1)}" for ranks, cores in sorted(used.items()))
-    return f"what the cores that the ranks share could have done (used are {named})"
 
 
 def _range(record: Record, prefix: str) -> str:
@@ -148,33 +138,39 @@ def _stack(axes: Any, place: float, found: dict[str, float]) -> None:
         bottom += value
 
 
-def ours(cited: Citation) -> list[str]:
-    """Findings of the records of our layouts, a sentence each without a full stop."""
-    records = [record for record in cited.measured if predicted_ms(record) and record.predicted.get("parts_ms")]
-    if not records:
-        return []
-    said = [f"Of a step's time, {error_of(records)}"]
-    pairs = [record for record in cited.measured if record.config["ranks"] == 2]
-    if len(pairs) > 1:
-        order = sorted(pairs, key=lambda record: -float(metric(record, "efficiency_median")))
-        named = (f"{r.config['layout']} ({metric(r, 'efficiency_median'):.0%})" for r in order)
-        said.append(f"Of the ways to use two ranks, by efficiency: {joined(named)}")
-    piped = [record for record in cited.measured if record.config["pp"] > 1]
-    if piped:
-        gaps = (f"{r.config['layout']} {metric(r, 'bubble') - r.predicted['bubble']:+.1%}" for r in piped)
-        said.append(f"The measured bubble minus the ideal one: {joined(gaps)}")
-    crowded = [r for r in cited.measured if r.config["ranks"] > r.environment["cores"]]
-    if crowded:
-        names = joined(r.config["layout"] for r in crowded)
-        said.append(
-            f"Where there are more ranks than cores ({names}), a timer includes the wait for a core, so it does "
-            "not show a speed"
-        )
-    worst = max(records, key=lambda r: abs(log((predicted_ms(r) or 1.0) / median_ms(r))))
-    parts_ms = worst.predicted["parts_ms"]
-    name = max(parts_ms, key=lambda part: float(parts_ms[part]))
-    said.append(
-        f"The prediction is furthest off for {worst.config['layout']}; "
-        f"{parts_ms[name] / sum(parts_ms.values()):.0%} of it is {PREDICTED.get(name, name)}"
-    )
-    return said
+def predicted_step(run: ScalingRun) -> StepTime:
+    """The model's step for a row of the study."""
+    config = model_preset("bert-345m").override(recompute="segments")
+    system = system_preset(SYSTEM)
+    plan = Plan(
+        tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch_size, global_batch=run.global_batch_size,
+        overlap=system.overlap,
+    )  # fmt: skip
+    return step_time(config, plan, run.seq_length or config.context_length, system)
+
+
+def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
+    """The published rows with the model's step beside them."""
+    base, rows = default_base(study), []
+    for run, step, see in zip(study, steps, marks(study), strict=True):
+        scaled = percent(efficiency(run, base) if run.world >= base.world else None)
+        cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
+        cells += [
+            f"{run.iteration_ms:.1f} ms",
+            f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
+        ]
+        cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
+        held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, see]
+        rows.append(cells)
+    columns = (
+        "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
+        "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
+    )  # fmt: skip
+    return Table(book, columns, rows)
+
+
+def without_recipe(text: str) -> str:
+    """A finding without its advice for a cluster, which the benchmark's own output has in full."""
+    cause, colon, _ = text.partition(": Open MPI binds")
+    return f"{cause}." if colon else text

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from writeup.book import Book, facts
+from writeup.book import Book, facts, sections
 from writeup.chapters import activation_checkpointing, peaks
 
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the sections, and the values that its sentences quote."""
-    found: dict[str, Any] = {"f": facts(lambda: spoken(book))}
-    for part in (peaks, activation_checkpointing):
-        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
-    return found
+    return {"f": facts(lambda: spoken(book))} | sections(book, peaks, activation_checkpointing)
 
 
 def spoken(book: Book) -> dict[str, Any]:

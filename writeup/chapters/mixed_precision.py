@@ -4,18 +4,18 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
+from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE
-from writeup.chapters.precision_published import SOURCE, original_shares, published
+from writeup.ceilings import original_seconds
+from writeup.cells import NONE, quoted
 from writeup.model_pairs import Pairs, cite, in_turn, predicted_ratio
 from writeup.model_pairs import table as turns_table
+from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
 from writeup.words import joined, pair_ratios
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
-MODES = ("forward", "backward", "forward-backward", "step")
-PLAIN = {"year": 2024, "norm": "rmsnorm", "compile": False, "recompute": "none", "warmup": 2}
 TOY, OURS = "toy model of the course", "transformer of this project"
 # The original's name of a part of the toy model, that of the record, and which way.
 TOY_PARTS = {
@@ -28,6 +28,8 @@ TOY_PARTS = {
 }
 LARGEST_FP16, STEPS_FP16 = (2 - 2**-10) * 2**15, 2**10  # and how many numbers lie between two powers of 2
 STEPS_BF16 = 2**7
+SOURCE, STUDENT = ORIGINAL, "brandon-snider"
+Times = tuple[Published | None, Published | None]  # in fp32, in bf16
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -56,24 +58,10 @@ def accumulation(book: Book, cited: Citation) -> Table:
     for record in cited:
         for name, found in metric(record, "sums").items():
             errors = (found[key] for key in ("error", "error_of_term", "error_of_additions"))
-            rows.append(
-                [
-                    markdown_text(name),
-                    f"{found['sum']:.7g}",
-                    *(f"{each:.2g}" for each in errors),
-                    markdown_text(found["why"]),
-                ]
-            )
+            cells = [f"{found['sum']:.7g}", *(f"{each:.2g}" for each in errors)]
+            rows.append([markdown_text(name), *cells, markdown_text(found["why"])])
     columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
     return Table(book, columns, rows, cited)
-
-
-def stuck(record: Record | None) -> str:
-    """Value at which a sum of bfloat16 stops growing: a clause, or nothing."""
-    found = (record.metrics["sums"] if record else {}).get("bf16 += bf16")
-    if not found or found["added"]:
-        return ""
-    return f"in bfloat16 the sum of {record.config['terms']:,} terms stops at {found['sum']:g}" if record else ""
 
 
 def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
@@ -147,3 +135,53 @@ def expected(both: Pairs) -> str:
     }
     named = [f"{ratio:.2f} for {mode} at `{size}`" for (size, mode), ratio in ratios.items()]
     return f"The predicted speed-up over the measured one is {joined(named)}." if named else ""
+
+
+def original_times(book: Book) -> dict[tuple[str, str], Times]:
+    """The original's times in both precisions, by size and pass."""
+    high, low = (book.published.table(SOURCE, name) for name in ("benchmarking, 1 warm-up step", "mixed precision"))
+    cells = [(str(row.keys["size"]), str(row.keys["pass"])) for row in low.rows]
+    return {cell: (high.value(size=cell[0], pass_=cell[1]), low.value(size=cell[0], pass_=cell[1])) for cell in cells}
+
+
+def student_times(book: Book) -> dict[tuple[str, str], Times]:
+    """A student's times in both precisions, by size and pass."""
+    table = book.published.table(STUDENT, "mixed precision")
+    cells = dict.fromkeys((str(row.keys["size"]), str(row.keys["pass"])) for row in table.rows)
+    return {
+        (size, what): (
+            table.value(size=size, pass_=what, precision="fp32"),
+            table.value(size=size, pass_=what, precision="bf16"),
+        )
+        for size, what in cells
+    }
+
+
+def factor(both: Times) -> float | None:
+    """The time in fp32 over that in bf16."""
+    return both[0].value / both[1].value if both[0] and both[1] else None
+
+
+def original_shares(book: Book) -> dict[tuple[str, str], str]:
+    """The original's fp32 over bf16 as cells, by size and pass."""
+    return {where: f"{found:.2f}" for where, both in original_times(book).items() if (found := factor(both))}
+
+
+def published(book: Book) -> Table:
+    """Times of the original and of a student in both precisions, with the prediction for the original."""
+    rows = []
+    for who, times_of in (("2024", original_times(book)), (STUDENT, student_times(book))):
+        for (size, what), both in times_of.items():
+            found, wanted = factor(both), [NONE] * 3
+            if who != STUDENT:
+                seconds = [original_seconds(size, what, precision) for precision in ("fp32", "bf16")]
+                wanted = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
+            cells = [f"{quoted(book, cell, 'ms')} ({wish})" for cell, wish in zip(both, wanted, strict=False)]
+            rows.append([who, size, what, *cells, f"{f'{found:.2f}' if found else NONE} ({wanted[2]})"])
+    heads = ("<who", "<size", "<pass", "fp32 (predicted)", "bf16 (predicted)", "fp32 / bf16 (predicted)")
+    hardware = markdown_text(book.published.sources[STUDENT].hardware)
+    note = (
+        "Predicted by the large cost model, for an H100 with fp32 in TF32. "
+        f"{STUDENT}: {hardware}; batch and context are not published, so nothing is predicted."
+    )
+    return Table(book, heads, rows, notes=[note])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from writeup.book import Book, facts
+from writeup.book import Book, facts, sections
 from writeup.chapters import arithmetic, megatron
 from writeup.layer_schematics import split_block
 from writeup.schematics import schedules
@@ -10,10 +10,8 @@ from writeup.schematics import schedules
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the sections, and the values that its sentences quote."""
-    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "schedules": schedules(), "split_block": split_block()}
-    for part in (megatron, arithmetic):
-        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
-    return found
+    found = {"f": facts(lambda: spoken(book)), "schedules": schedules(), "split_block": split_block()}
+    return found | sections(book, megatron, arithmetic)
 
 
 def spoken(book: Book) -> dict[str, Any]:

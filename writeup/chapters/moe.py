@@ -1,36 +1,33 @@
 """A mixture of experts in evaluation: routed by a sort and by one-hot products, and where fairseq's time went."""
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.expert_tables import arithmetic, is_published
 from benchmarks.expert_tables import cells as sweep_cells
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected, spread
 from benchmarks.lib.expert_picture import draw as draw_sweep
+from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
-from cs336_systems.host.text import markdown_text
+from cs336_systems.host.text import markdown_code, markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, facts, metric
 from writeup.cells import NONE, prediction, ratio, timing
 from writeup.errors import Unmeasured
 from writeup.figures import Figure, drawn
 from writeup.layer_schematics import sorted_experts
-from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
-from writeup.narrow import narrowed
 from writeup.tables import Table
+from writeup.words import times
 
 # What each benchmark measures unless told otherwise.
+LAYER = {"tokens": 2048, "d_model": 64, "top_k": 2, "backward": False}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "moe_layer": {
-        "experts": 512,
-        "tokens": 2048,
-        "d_model": 64,
-        "top_k": 2,
-        "skew": 0.0,
-        "backward": False,
-        "link": "",
-    },
+    "moe_layer": LAYER | {"experts": 512, "skew": 0.0, "link": ""},
     "moe_eval": {"size": "fairseq-moe-twin", "eval_fraction": 0.05, "context": 2048},
-    "moe_sweep": {"tokens": 2048, "d_model": 64, "top_k": 2, "skew": 0.5, "backward": False},
+    "moe_sweep": LAYER | {"skew": 0.5},
 }
+PROFILE, TIMES = "fairseq-moe-profile", "times"
+COMPARE = "python -m benchmarks.moe_eval --nproc 4 --moe both --profile --words slow"
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -138,10 +135,67 @@ def largest_cells(cited: Citation) -> Citation:
 def sweep_picture(cited: Citation) -> Figure:
     """The sweep in three panels."""
     return drawn(
-        "moe-sweep", narrowed(draw_sweep(list(cited.measured))),
+        "moe-sweep", draw_sweep(list(cited.measured)),
         "The sweep: CPU time over experts, bytes and dropped choices over capacity.",
         "Three panels: time over the number of experts, bytes and dropped choices over capacity",
     )  # fmt: skip
+
+
+def published_times(book: Book) -> Table:
+    """The times of the published profile, with their share of the whole."""
+    table = book.published.table(PROFILE, TIMES)
+    whole = table.rows[0].values
+    rows = []
+    for each in table.rows:
+        cells = [markdown_code(str(each.keys["name"]))]
+        for column in table.values:
+            value = each.values.get(column)
+            cells += [f"{value.text} ({value.value / whole[column].value:.0%})" if value else NONE]
+        rows.append(cells)
+    return Table(book, ("<of", "CPU, with what it calls (of all)", "GPU (of all)"), rows)
+
+
+def published_shares(book: Book) -> dict[str, str]:
+    """Shares that the published times make."""
+
+    def seconds(name: str, column: str) -> float:
+        value = book.published.value(PROFILE, TIMES, column, name=name)
+        return value.value if value else 0.0
+
+    wall, busy, sent = seconds("everything", "cpu"), seconds("everything", "cuda"), seconds("all-to-all", "cuda")
+    layer = {name: seconds(f"TransformerDecoderLayer {name} MoE", "cuda") for name in ("with", "without")}
+    return {
+        "busy": f"{busy / wall:.0%}",
+        "working": f"{(busy - sent) / wall:.1%}",
+        "sent": f"{sent / busy:.0%}",
+        "outside": f"{1 - seconds('TransformerDecoder', 'cpu') / wall:.0%}",
+        "first": f"{seconds('aten::eq', 'cpu') + seconds('cudaFree', 'cpu'):.1f} s",
+        "layers": times(layer["with"] / layer["without"]),
+        "launch": f"{seconds('cudaLaunchKernel', 'cpu') / wall:.0%}",
+    }
+
+
+def calls_table(book: Book, cited: Citation, record: Record | None) -> Table:
+    """The operators of the one-hot formulation, ours beside the published, and what they follow from."""
+    rows = []
+    if record is not None:
+        config = replace(model_preset(record.config["size"]), attention="naive")
+        due = expected(config, record.config["ep"], record.config["batches"])
+        for name, theirs in (PUBLISHED | OF_WORDS).items():
+            mine = spread(metric(record, "calls")[name])
+            why = due[name][1] if name in due else "reads of words, mostly"
+            rows.append([markdown_code(name), mine, f"{theirs:,}", why])
+    one = Citation(cited.benchmark, COMPARE, (record,) if record else (), cited.keys)
+    return Table(book, ("<calls", "ours, each rank", "published", "<which is"), rows, one)
+
+
+def same_calls(record: Record | None) -> str:
+    """Number of operators whose calls equal the published number."""
+    if record is None:
+        return ""
+    calls = metric(record, "calls")
+    same = [name for name, theirs in PUBLISHED.items() if set(calls[name]) == {theirs}]
+    return f"{len(same)} of {len(PUBLISHED)} published call counts equal ours"
 
 
 def spoken(cited: Citation) -> dict[str, Any]:

@@ -1,70 +1,172 @@
-"""Sharding the optimizer's state: memory saved, time added, and the difference from ZeRO stage 1."""
+"""Sharding the optimizer's state: the formulas for the course's models, beside what others have published."""
 
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
-from benchmarks.records import Record
+import torch
+
+from cs336_systems.comm import Event, fake_ranks, record
+from cs336_systems.cost.closed_forms import zero_memory
+from cs336_systems.cost.course.memory import parameters_of
 from cs336_systems.host.console import format_bytes
-from cs336_systems.host.text import markdown_text
-from writeup.book import Book, Citation, metric
-from writeup.cells import age
-from writeup.chapters import sharding_published as published
-from writeup.chapters.sharding_published import MOMENTS, PARTS, SHARDED, WHOLE
-from writeup.figures import COLOURS, Figure, draw
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.presets import course_sizes, model_preset
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.traffic import sent
+from writeup.beside import beside
+from writeup.book import Book
+from writeup.cells import DOUBTFUL, NONE
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
+from writeup.words import joined
 
-TORCH = "torch ZeroRedundancyOptimizer"
-CANDIDATES = (WHOLE, SHARDED, "stage 1, whole", TORCH)
+YEAR, RANKS = 2024, 2
+WHOLE, SHARDED = "stage 0", "stage 1"
+STUDENTS = {"brandon-snider": 2025, "damek": 2025, "enzo-ding": 2026}
+Traffic = list[tuple[str, int]]  # verbs and bytes of collectives
+PARTS = ("parameters", "gradients", "optimizer")
+MOMENTS = {"after initialisation": PARTS[:1], "before the step": PARTS[:2], "after the step": PARTS}
+GIB = 2**30
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Memory at three points, ours and predicted for the course's sizes; times; collectives; the commentary."""
+    """Memory and times that others published, the formula beside them, and the collectives of each way to shard."""
     return {
-        "course": published.course(book),
-        "parts": published.parts(book),
-        "students": published.students(book),
-        "their_times": published.their_times(book),
-        "collectives": published.collectives(book),
-        "shares": published.shares(book),
+        "course": course(book),
+        "parts": parts(book),
+        "students": students(book),
+        "their_times": their_times(book),
+        "collectives": collectives(book),
+        "shares": shares(book),
     }
 
 
-def at(record: Record, moment: str, predicted: bool = False) -> float:
-    """Bytes on the fullest rank at one of the three points."""
-    source = record.predicted if predicted else record.metrics
-    return float(sum(source[f"{part}_bytes"] for part in MOMENTS[moment]))
+@cache
+def updates(size: str, year: int, layout: Literal["flat", "whole"]) -> list[Event]:
+    """The collectives of a step of `ShardedOptimizer` for a course size in fp32, observed on one of two ranks."""
+    with fake_ranks(0, RANKS), record() as events:
+        model = TransformerLM(model_preset(size, year), "meta")
+        optimizer = ShardedOptimizer(model.parameters(), AdamW, layout=layout)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    return events
 
 
-def memory(book: Book, run: Citation) -> Table:
-    """The three points, in brackets predicted over measured, then the parts that they add."""
+def course(book: Book) -> Table:
+    """Results of the formula for the original's sizes, beside its own figures where it has them."""
+    theirs, rows = beside(book, ORIGINAL, "sharding memory", "GiB"), []
+    for size in course_sizes(YEAR):
+        for candidate, stage in ((WHOLE, 0), (SHARDED, 1)):
+            found = zero_memory(parameters_of(size, YEAR), 0, RANKS, stage)
+            cells = []
+            for moment, alive in MOMENTS.items():
+                measured = [
+                    theirs.cell(moment=moment, candidate=candidate, rank=rank) if size == "xl" else NONE
+                    for rank in range(RANKS)
+                ]
+                expected = sum(found[part] for part in alive) / GIB
+                cells += [f"{expected:.2f} GiB", ", ".join(each for each in measured if each != NONE) or NONE]
+            rows.append([size, "whole" if stage == 0 else "sharded", *cells])
+    columns = ["<size", "<state"]
+    for moment in MOMENTS:
+        columns += [f"{moment}, predicted", "2024"]
+    return Table(book, columns, rows, notes=theirs.notes)
+
+
+def parts(book: Book) -> Table:
+    """The original's breakdown of the xl model, each part with its prediction."""
+    theirs, rows = beside(book, ORIGINAL, "sharding memory by part", "GiB"), []
+    names = {"parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer"}
+    for row in theirs.table.rows:
+        stage = 0 if row.keys["candidate"] == WHOLE else 1
+        expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
+        which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
+        rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
+    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows)
+
+
+def students(book: Book) -> Table:
+    """Others' peaks and times of the xl model of their year, and what the formula would save on two ranks."""
     rows = []
-    for record in run:
-        found = {moment: (at(record, moment), at(record, moment, True)) for moment in MOMENTS}
-        cells = [f"{format_bytes(there)}{age(book, record)} ({said / there:.2f})" for there, said in found.values()]
-        cells += [format_bytes(metric(record, f"{part}_bytes")) for part in (*PARTS[1:], "activations")]
-        rows.append([markdown_text(str(record.config["candidate"])), *cells])
-    columns = ("<optimizer", *MOMENTS, *PARTS[1:], "activations")
-    return Table(book, columns, rows, run)
+    for source, year in STUDENTS.items():
+        theirs = book.published.table(source, "sharding")
+        whole, sharded = ([theirs.value(column, candidate=name, size="xl") for column in ("peak", "time")]
+                          for name in (WHOLE, SHARDED))  # fmt: skip
+        count = parameters_of("xl", year)
+        expected = sum(zero_memory(count, 0, RANKS, 0).values()) - sum(zero_memory(count, 0, RANKS, 1).values())
+        if whole[0] and whole[1] and sharded[0] and sharded[1]:
+            saved = whole[0].value - sharded[0].value
+            peaks = f"{whole[0].text} to {sharded[0].text}"
+            times = f"{whole[1].text} to {sharded[1].text} ({sharded[1].value / whole[1].value:.2f})"
+            share = f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB"
+            rows.append([f"{source}, xl of {year}", theirs.hardware, peaks, share, times])
+    return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows)
 
 
-def picture(run: Citation) -> Figure:
-    """The three points as stacked bars, whole and sharded."""
+def their_times(book: Book) -> Table:
+    """The original's steps, whole and sharded, on one node and on two."""
+    theirs, rows = beside(book, ORIGINAL, "sharding times", "ms"), []
+    for size in course_sizes(YEAR):
+        cells = []
+        for nodes in (1, 2):
+            pair = [theirs.value(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
+            cells += [theirs.cell(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
+            sound = not any(DOUBTFUL in cell for cell in cells[-2:])  # of a doubtful figure there is no ratio to quote
+            cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] and sound else NONE)
+        rows.append([size, *cells])
+    columns = ("<size", "1 node, whole", "sharded", "ratio", "2 nodes, whole", "sharded", "ratio")
+    return Table(book, columns, rows, notes=theirs.notes)
 
-    def into(axes: Any) -> None:
-        for place, name in zip(axes, (WHOLE, SHARDED), strict=True):
-            record, floor = run.one(candidate=name), [0.0] * len(MOMENTS)
-            for colour, part in zip(COLOURS, PARTS, strict=False):
-                size = metric(record, f"{part}_bytes") / 2**20 if record else 0.0
-                heights = [size if part in MOMENTS[moment] else 0.0 for moment in MOMENTS]
-                place.bar(list(MOMENTS), heights, bottom=floor, color=colour, label=part)
-                floor = [low + height for low, height in zip(floor, heights, strict=True)]
-            expected = [at(record, moment, True) / 2**20 if record else 0.0 for moment in MOMENTS]
-            place.plot(list(MOMENTS), expected, "k_", markersize=16, label="predicted")
-            place.set(ylabel="MiB on a rank", title={WHOLE: "whole state", SHARDED: "sharded state"}[name])
-            place.tick_params(axis="x", labelsize=7)
-        axes[1].sharey(axes[0])
-        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
-    return draw(
-        "optimizer-sharding-memory", "Memory of a rank at three points of the first step; a stroke is the prediction.",
-        "Stacked bars of parameters, gradients and optimizer state at three points, whole and sharded", into, columns=2,
-    )  # fmt: skip
+@cache
+def schemes(size: str = "xl", year: int = YEAR) -> dict[str, tuple[Traffic, Traffic, float]]:
+    """Each way to shard: collectives of gradients and of parameters, and the largest share over an equal one."""
+    with torch.device("meta"):
+        tensors = [each.numel() for each in TransformerLM(model_preset(size, year)).parameters()]
+    total = sum(tensors)
+    whole, flat = ([(each.verb, each.nbytes) for each in updates(size, year, layout)] for layout in ("whole", "flat"))
+    padded = sum(nbytes for _, nbytes in flat)
+    unequal, equal = max(nbytes for _, nbytes in whole) * RANKS / (4 * total), padded / (4 * total)
+    reduced, scattered = [("all-reduce", 4 * total)], [("reduce-scatter", padded)]
+    return {
+        "the assignment: a broadcast for each tensor": (
+            reduced,
+            [("broadcast", 4 * each) for each in tensors],
+            unequal,
+        ),
+        "ours, layout `whole`: a broadcast from each rank": (reduced, whole, unequal),
+        "ours, layout `flat`: one all-gather": (reduced, flat, equal),
+        "ZeRO stage 1": (scattered, flat, equal),
+    }
+
+
+def traffic_bytes(traffic: Traffic) -> float:
+    """Bytes that a rank sends, on average over the ranks."""
+    return sum(sent(verb, RANKS) * nbytes for verb, nbytes in traffic)
+
+
+def collectives(book: Book) -> Table:
+    """Calls and bytes of each scheme for the original's xl model."""
+    rows = []
+    for name, (gradients, updated, share) in schemes().items():
+        verb = gradients[0][0]
+        sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updated, gradients + updated)]
+        rows.append([name, verb, str(len(updated)), *sizes, f"{share:.4f}"])
+    sent_by = ("gradients", "parameters", "sent in all")
+    columns = ("<scheme", "<gradients", "calls for parameters", *sent_by, "largest share")
+    return Table(book, columns, rows)
+
+
+def shares(book: Book) -> str:
+    """The original's two shares of the state against tensors dealt out largest first."""
+    theirs = book.published.table(ORIGINAL, "sharding memory by part")
+    found = [theirs.value(part="optimizer state", candidate=SHARDED, rank=rank) for rank in range(RANKS)]
+    loads = [each.numel for each in updates("xl", YEAR, "whole")]
+    ours = joined(f"{8 * load / GIB:.3f}" for load in sorted(loads))
+    shown = joined(each.shown("GiB") for each in found if each) if any(found) else ""
+    return (
+        f"The original's ranks hold {shown} GiB of state; with tensors assigned largest first they would hold "
+        f"{ours} GiB, and in the flat layout the same to a few bytes."
+    )

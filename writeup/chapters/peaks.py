@@ -6,18 +6,16 @@ from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
-from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, STATUS, marks
+from writeup.book import Book, Citation
+from writeup.cells import NONE, STATUS, marks, quoted
 from writeup.chapters.function_calls import COMMAND, largest
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture, with_tables
 from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
-from writeup.words import joined
 
 SOURCE, YEAR = ORIGINAL, 2024
 MODES = ("forward", "step")
-PASSES = {"forward": "forward pass", "step": "step"}
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "other")
 PAINTS = (*COLOURS[:3], COLOURS[4])  # those of the timeline
 GIB = 2**30
@@ -119,15 +117,9 @@ def streams(book: Book) -> Table:
         tokens = (chosen.batch_size, chosen.model.context_length)
         stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
         theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
-        rows.append(
-            [size, f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}", format_bytes(stream), mebibytes(theirs)]
-        )
+        shape = f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}"
+        rows.append([size, shape, format_bytes(stream), quoted(book, theirs, "MiB")])
     return Table(book, ("<size", "batch x context x width", "in fp32, computed", "2024"), rows)
-
-
-def mebibytes(found: Published | None) -> str:
-    """A published figure in MiB, or a dash."""
-    return f"{found.shown('MiB')} MiB" if found else NONE
 
 
 def tensors(book: Book, cited: Citation) -> Table:
@@ -138,32 +130,3 @@ def tensors(book: Book, cited: Citation) -> Table:
         for module, shape, _, nbytes, maker in record.metrics["largest"]
     ]
     return Table(book, ("<size", "<kept by", "shape", "bytes", "<made by"), rows, cited)
-
-
-def error(cited: Citation) -> str:
-    """Largest error of the predictions: a clause, or nothing."""
-    known = [r for r in cited.measured if r.predicted.get("peak_memory_bytes") and r.metrics.get("peak_memory_bytes")]
-    if not known:
-        return ""
-    off = [abs(r.predicted["peak_memory_bytes"] / metric(r, "peak_memory_bytes") - 1) for r in known]
-    worst, config = max(off), known[off.index(max(off))].config
-    which = f"{config['mode']} of {config['size']} in {config['precision']} is the worst"
-    return f"all {len(known)} predicted peaks are within {worst:.2%} of the measured ones ({which})"
-
-
-def moments(cited: Citation) -> list[str]:
-    """At which moment of a step its peak lies, told by whether there are gradients in it: a sentence for each."""
-    groups: dict[bool, dict[str, list[str]]] = {}
-    for record in cited.only(mode="step"):
-        parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
-        sizes = groups.setdefault(bool(parts.get("gradients")), {}).setdefault(record.config["precision"], [])
-        sizes.append(record.config["size"])
-    when = {
-        False: "peaks before there is any gradient, when forward has kept all that backward needs",
-        True: "peaks with its gradients there, since these add more than backward has given back by then",
-    }
-    said = []
-    for has, found in sorted(groups.items()):
-        named = joined(f"{', '.join(sizes)} in {precision}" for precision, sizes in found.items())
-        said.append(f"A step of {named} {when[has]}.")
-    return said

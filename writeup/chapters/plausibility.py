@@ -1,6 +1,6 @@
 """Implausible figures, ours and published, each with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness import SLACK
@@ -10,9 +10,9 @@ from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup import plausibility_rules as rules
 from writeup.book import Book
-from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass, suspects_of_published
+from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass
 from writeup.plausibility_figures import label
-from writeup.publications import ORIGINAL, Publications, publications
+from writeup.publications import ORIGINAL, Publications, PublishedTable
 from writeup.tables import markdown
 from writeup.words import joined
 
@@ -21,22 +21,22 @@ MOST = 20  # means listed
 
 def content(book: Book) -> dict[str, Any]:
     """The suspects of both kinds, and how many figures were looked at."""
-    published = suspects_of_published(book.published)
+    published, tables = book.published_suspects, book.published.tables.values()
     original = [each for each in published if each.where.startswith(ORIGINAL)]
     means = doubtful_means(book.everything)
     return {
-        "published": listing(published),
+        "published": listing(book, published),
         "count": len(published),
         "kinds": kinds(published),
         "let_pass": [markdown_text(each) for each in let_pass(book.published)],
         "shifted": shifted(book.published),
         "twice": twice(book.published),
-        "figures": sum(len(row.values) for table in book.published.tables.values() for row in table.rows),
+        "figures": count(tables),
         "original": len(original),
-        "original_figures": sum(len(row.values) for table in tables_of(book) for row in table.rows),
+        "original_figures": count([table for table in tables if table.source.id == ORIGINAL]),
         "others": len(published) - len(original),
         "records": len(book.everything),
-        "ours": listing(book.suspects) if book.suspects else "",
+        "ours": listing(book, book.suspects) if book.suspects else "",
         "suspects": len(book.suspects),
         "means": [markdown_text(f"{each.where}, {each.text}: {each.why}") for each in means[:MOST]],
         "more_means": len(means) - MOST,
@@ -49,31 +49,25 @@ def content(book: Book) -> dict[str, Any]:
     }
 
 
-def tables_of(book: Book) -> list[Any]:
-    """The original's tables."""
-    return [table for table in book.published.tables.values() if table.source.id == ORIGINAL]
+def count(tables: Iterable[PublishedTable]) -> int:
+    """Number of figures of some tables."""
+    return sum(len(row.values) for table in tables for row in table.rows)
 
 
-def listing(suspects: Sequence[Suspect]) -> str:
+def listing(book: Book, suspects: Sequence[Suspect]) -> str:
     """A table of suspects: where, what, which kind, why."""
-    rows = [
-        [markdown_text(text) for text in (unnamed(each.where), each.text, KINDS[each.kind], each.why)]
-        for each in suspects
-    ]
-    return markdown(("<where", "<what stands there", "<it", "<why"), rows)
+    rows = [(unnamed(book, each.where), each.text, KINDS[each.kind], each.why) for each in suspects]
+    heads = ("<where", "<what stands there", "<it", "<why")
+    return markdown(heads, [list(map(markdown_text, row)) for row in rows])
 
 
-def unnamed(where: str) -> str:
+def unnamed(book: Book, where: str) -> str:
     """The place of a figure without the name of its author: the sources have those."""
     source, comma, rest = where.partition(", ")
-    found = publications().sources.get(source)
-    return (
-        f"a write-up of {found.year}{comma}{rest}"
-        if found and found.year
-        else f"another write-up{comma}{rest}"
-        if found
-        else where
-    )
+    found = book.published.sources.get(source)
+    if not found:
+        return where
+    return f"{f'a write-up of {found.year}' if found.year else 'another write-up'}{comma}{rest}"
 
 
 def kinds(suspects: Sequence[Suspect]) -> str:

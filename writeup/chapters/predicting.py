@@ -5,7 +5,7 @@ from statistics import mean, median
 from typing import Any
 
 from cs336_systems.cost.runs import LEFT_OUT
-from writeup.book import Book
+from writeup.book import Book, sections
 from writeup.chapters import roofline
 from writeup.cost_runs import families_table, published_runs
 
@@ -17,8 +17,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "f": left_out(),
         "families": families_table(book, published_runs()),
-        **{f"roofline_{key}": value for key, value in roofline.content(book).items()},
-    }
+    } | sections(book, roofline)
 
 
 def left_out() -> dict[str, Any]:
@@ -28,5 +27,5 @@ def left_out() -> dict[str, Any]:
     sizes = sorted(map(abs, errors.values()))
     return {
         "count": len(errors), "mean": mean(sizes), "median": median(sizes), "near": sum(e <= NEAR for e in sizes),
-        "worst": max(found.values()), "tail": sizes[int(0.9 * len(sizes))], "low": sum(e < 0 for e in errors.values()),
+        "worst": max(found.values()), "tail": sizes[int(0.9 * len(sizes))],
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from writeup.book import Book, facts
+from writeup.book import Book, facts, sections
 from writeup.chapters import fsdp, optimizer_sharding
 from writeup.layer_schematics import gather_ahead
 from writeup.schematics import resting
@@ -12,10 +12,8 @@ from writeup.words import pair_ratios
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the sections, and the values that its sentences quote."""
-    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "resting": resting(), "gather_ahead": gather_ahead()}
-    for part in (optimizer_sharding, fsdp):
-        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
-    return found
+    found = {"f": facts(lambda: spoken(book)), "resting": resting(), "gather_ahead": gather_ahead()}
+    return found | sections(book, optimizer_sharding, fsdp)
 
 
 def spoken(book: Book) -> dict[str, Any]:

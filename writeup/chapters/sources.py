@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_code, markdown_text
-from writeup.book import Book
+from writeup.book import Book, sections
 from writeup.chapters import tests
 from writeup.publications import Source
 from writeup.tables import markdown
@@ -26,12 +26,11 @@ def content(book: Book) -> dict[str, Any]:
             ("<benchmark", "records cited", "<measured at", "<on", "<chapters"),
             [_row(name, list(cited[name].values()), list(chapters[name])) for name in names],
         ),
-        **{f"tests_{key}": value for key, value in tests.content(book).items()},
         "published": markdown(
             ("<source", "<year", "<hardware", "<where"),
             [_published(each) for each in book.published.sources.values()],
         ),
-    }
+    } | sections(book, tests)
 
 
 def _published(source: Source) -> list[str]:

@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from writeup.book import Book, facts
+from writeup.book import Book, facts, sections
 from writeup.cells import median_ms, predicted_ms
 from writeup.chapters import benchmarking, flame_graph, function_calls, mixed_precision
 from writeup.errors import Unmeasured
@@ -13,10 +13,7 @@ from writeup.words import pair_ratios
 
 def content(book: Book) -> dict[str, Any]:
     """Tables and pictures of the four sections, and the values that its sentences quote."""
-    parts = (function_calls, flame_graph, mixed_precision, benchmarking)
-    found: dict[str, Any] = {}
-    for part in parts:
-        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
+    found = sections(book, function_calls, flame_graph, mixed_precision, benchmarking)
     return found | {"f": facts(lambda: spoken(book))}
 
 
@@ -35,8 +32,6 @@ def spoken(book: Book) -> dict[str, Any]:
         raise Unmeasured(COMMAND.replace("small", size))
     return {
         "seconds": median_ms(step) / 1e3,
-        "low": min(book.runs(step)) / 1e3,
-        "high": max(book.runs(step)) / 1e3,
         "predicted": (predicted_ms(step) or 0.0) / median_ms(step),
         "backward": median_ms(backward) / median_ms(forward),
         "first": {size: samples[0] / median(samples[1:]) for size, samples in cold.items()},

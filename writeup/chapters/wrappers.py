@@ -15,14 +15,12 @@ from writeup.rank_runs import DDP, THROTTLED, link_title, runs_of, title
 from writeup.tables import Table, missing
 from writeup.words import in_turn, joined
 
-ALONE, TORCH = "no communication", "torch DDP"
+ALONE = "no communication"
 RUNGS = ("naive", "flat", "overlapped")
 WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "torch-ddp")
 STUDENTS = ("brandon-snider", "damek", "enzo-ding")
 TRACE = "python -m benchmarks.profiling_run --nproc 2 --wrapper"
 SHARE = "communication share"
-OWN = "the machine's own link"
-MARGIN = 0.1  # by which communication must be shorter or longer before a sentence says so
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def picture(runs: list[Citation]) -> Figure:
     """Steps as bars: what a step without communication takes, and what is exposed on top of it."""
 
     def into(axes: Any) -> None:
-        for place, run in zip(axes if len(runs) > 1 else [axes], runs, strict=True):
+        for place, run in zip(axes, runs, strict=True):
             base = run.one(candidate=ALONE)
             shown = [record for record in run if record is not base]
             names = [plot_text(str(record.config["candidate"])) for record in shown]
@@ -91,8 +89,7 @@ def picture(runs: list[Citation]) -> Figure:
             place.set_xlabel("milliseconds")
             place.invert_yaxis()
             place.grid(axis="y", visible=False)
-        first = axes[0] if len(runs) > 1 else axes
-        first.figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     return draw(
         "ddp-steps",
@@ -154,7 +151,7 @@ def published(book: Book) -> Table:
         [str(row.keys["size"]), str(row.keys["nodes"]), *(table.cell(**row.keys) for table in tables)]
         for row in sorted(tables[0].table.rows, key=lambda row: int(row.keys["nodes"]))
     ]
-    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows, always=True)
+    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows)
 
 
 def students(book: Book) -> Table:
@@ -170,4 +167,4 @@ def students(book: Book) -> Table:
                 share = beside(book, source, SHARE, "%").cell(**row.keys)
             rows.append([source, table.table.hardware, wrapper, table.cell(**row.keys), f"{time:.2f}", share])
     columns = ("<source", "<on", "<wrapper", "step", "over naive", "communication, of step")
-    return Table(book, columns, rows, always=True)
+    return Table(book, columns, rows)

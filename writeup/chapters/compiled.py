@@ -1,7 +1,5 @@
 """torch.compile: norms forward, with backward, whole models, and attention, each beside the same without it."""
 
-from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from cs336_systems.host.console import format_seconds
@@ -9,18 +7,13 @@ from writeup.book import Book, Citation
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, over, prediction, quoted, timing
 from writeup.chapters.layernorm import ROD, by_columns, least
-from writeup.figures import Figure, draw, logarithmic
 from writeup.model_pairs import cite, in_turn
 from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
 from writeup.words import pair_ratios
 
 FORWARD, BOTH = "forward", "forward-backward"
-ORIGINAL = {FORWARD: "compiled norms, forward", BOTH: "compiled norms, forward-backward"}
 SHOWN = ("layernorm", "eager", "compiled", "copy")
-THEIRS = {"eager": "rmsnorm", "compiled": "rmsnorm compiled", "Triton": "rmsnorm triton"}
-GPU = "H100"  # by the kernels in its profile
-COLUMNS = (1024, 2048, 4096, 8192)
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -49,44 +42,8 @@ def norms(book: Book, cited: Citation) -> Table:
         cells = [timing(book, record), least(record, copies.get(columns)), *ratios]
         rows.append([f"{record.config['rows']} x {columns}", *cells])
     heads = ("<rows x columns", "compiled", "least: a copy in turn (of measured)", "eager / compiled")
-    used = replace(cited, records=tuple(r for r in cited if r.config["candidate"] != "copy"))
+    used = cited.only(candidate=lambda name: name != "copy")
     return Table(book, (*heads, "LayerNorm / compiled"), rows, used)
-
-
-def original_norm(book: Book, what: str, name: str, columns: int) -> float:
-    """The original's seconds of one norm; infinity where it has none."""
-    found = book.published.value(ROD, ORIGINAL[what], candidate=THEIRS[name], columns=columns)
-    return found.value if found else float("inf")
-
-
-def original_gains(book: Book, what: str, base: str) -> dict[int, float]:
-    """The original's time of a norm over that of the compiled one, by columns."""
-    found = {name: [original_norm(book, what, name, each) for each in COLUMNS] for name in (base, "compiled")}
-    return {each: a / b for each, a, b in zip(COLUMNS, found[base], found["compiled"], strict=True)}
-
-
-def picture(book: Book, cited: dict[str, Citation]) -> Figure:
-    """Speed-up by compiling, by columns."""
-
-    def into(axes: Any) -> None:
-        for what, line in ((FORWARD, "-"), (BOTH, "--")):
-            compiled, eager = by_columns(cited[what], "compiled"), by_columns(cited[what], "eager")
-            here = {
-                int(size): median(pair_ratios(eager[size], compiled[size])) for size in compiled.keys() & eager.keys()
-            }
-            for place, (who, gains) in enumerate({"here": here, "2024": original_gains(book, what, "eager")}.items()):
-                if gains:
-                    sizes = sorted(gains)
-                    label = f"{who}, {what}"
-                    axes.plot(sizes, [gains[size] for size in sizes], f"o{line}", color=f"C{place}", label=label)
-        logarithmic(axes, COLUMNS, "columns", "eager / compiled time")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-    return draw(
-        "compile-norms", "What torch.compile brings for RMSNorm: eager over compiled time. Below 1 it is slower.",
-        "Lines of eager over compiled time of RMSNorm over columns, here and in the original", into,
-    )  # fmt: skip
 
 
 def original_models_gains(book: Book) -> dict[tuple[str, str], float]:
