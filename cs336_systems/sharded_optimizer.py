@@ -163,6 +163,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self.wrapper.zero_grad(set_to_none)
 
+    def __getstate__(self) -> Any:
+        raise UserError("a copy would have this rank's state alone: save state_dict(), called on every rank")
+
     def state_dict(self, to: int | None = None) -> dict[str, Any]:
         """Gather the whole state, in the format of the unsharded optimizer, on every rank or on the group's rank `to`.
         The others then get an empty dict, and never hold more than their share. Every rank must call this."""

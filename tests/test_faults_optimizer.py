@@ -1,6 +1,8 @@
 """Misuse of the sharded optimizer alone: the result is right, or every rank raises an error that names the cause. All
 ranks have the same gradients, so that one process with the plain optimizer is the reference."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +214,16 @@ def closure_case(group) -> None:
 
 def test_a_closure_that_synchronises_is_right_in_every_stage():
     ranks.run(closure_case, 2)
+
+
+def copy_case(group) -> None:
+    optimizer = model_and_optimizer(lr=0.1)[1]
+    with pytest.raises(UserError, match="a copy would have this rank's state alone"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_copy_is_refused():
+    ranks.run(copy_case, 2)
 
 
 def left_out_case(group) -> None:

@@ -152,7 +152,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     """Convert an event to a transfer: its axis of the mesh, and its purpose, which is the label without numbers and
     names. Of several axes with the same ranks the purpose decides."""
     message = event.verb in ("send", "receive")
-    what = event.label.split(" of microbatch")[0] if message else event.label
+    what = event.label.split(" of microbatch" if message else " of wrapper ")[0]
     what = next((kind for kind in KINDS if what.startswith(f"{kind} ")), what)
     if what.endswith(".weight"):
         what = "weight, gradient" if what.startswith("gradient of ") else "weight"
