@@ -48,9 +48,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if layout not in ("flat", "whole"):
             raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
-        if issubclass(optimizer_cls, torch.optim.LBFGS):
+        # A throw-away optimizer of one number checks the options and supplies their defaults.
+        trial = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
+        if isinstance(trial, torch.optim.LBFGS):
             raise UserError("LBFGS searches along one direction for all parameters at once; it cannot be sharded")
-        if issubclass(optimizer_cls, torch.optim.SparseAdam):
+        if isinstance(trial, torch.optim.SparseAdam):
             raise UserError("SparseAdam takes sparse gradients; only dense ones can be sharded")
         if layout == "flat":
             require_elementwise(optimizer_cls, kwargs)
@@ -58,8 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
-        # A throw-away optimizer of one number checks the options and supplies their defaults.
-        super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
+        super().__init__(params, trial.defaults)
         if wrapper is not None:
             if not wrapper.bucket_of.keys() <= self._numbers().keys():
                 raise UserError("the wrapper synchronises parameters that the optimizer was not given")

@@ -2,6 +2,7 @@
 ranks have the same gradients, so that one process with the plain optimizer is the reference."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -214,6 +215,23 @@ def closure_case(group) -> None:
 
 def test_a_closure_that_synchronises_is_right_in_every_stage():
     ranks.run(closure_case, 2)
+
+
+def complex_case(group) -> None:
+    """The class comes with options, and a complex number's state is gathered as it is."""
+    weights = [nn.Parameter(torch.arange(5.0).to(torch.complex64) * (1 + 2j)) for _ in range(2)]
+    cls = partial(torch.optim.Adam, lr=0.1)
+    optimizers = ShardedOptimizer(weights[:1], cls), cls(weights[1:])
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = weight.detach() - 1j
+        optimizer.step()
+    assert torch.equal(*weights)
+    states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_a_class_with_options_and_a_complex_parameter():
+    ranks.run(complex_case, 2)
 
 
 def copy_case(group) -> None:

@@ -19,8 +19,7 @@ from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
 PartsState = dict[Tensor, dict[str, Any]]  # of this rank's parts, by the parameters that they are parts of
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DTYPES = {str(each): each for each in (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)}
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class Part(NamedTuple):

@@ -165,7 +165,7 @@ def wrapper_case(group, steps) -> list:
         case, *arguments = WRAPPERS[name]
         with record() as events:
             case(group, *arguments)
-        found.append([[e.verb, e.label, e.numel, str(e.dtype), e.ranks] for e in events])
+        found.append([[e.verb, e.label.split(" of wrapper ")[0], e.numel, str(e.dtype), e.ranks] for e in events])
     return found
 
 
