@@ -96,12 +96,12 @@ class FSDP(Wrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
         if callable(compiler()):
-            raise uncompiled(fault)(
+            raise fault(
                 "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the "
                 "model block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
             )
         if peek_interpreter_stack() or forward_ad._current_level >= 0:
-            raise uncompiled(fault)(
+            raise fault(
                 "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate "
                 "with torch.autograd, or use stages 0 to 2"
             )

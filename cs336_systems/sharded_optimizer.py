@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
+from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
+from cs336_systems.buffers.steps import guard_of
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.elementwise import require_elementwise
@@ -66,8 +68,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UserError("the wrapper synchronises parameters that the optimizer was not given")
             for bucket in wrapper.buckets:  # so that a rank owns those elements of which it has the gradient
                 self._add_buffer(bucket.parameters, bucket.layout)
+        self._compare_order(self.param_groups)
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
+
+    def _compare_order(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises UserError on every rank unless all ranks have the same parameters in the same order, as those of a set
+        are not: a rank would send others the elements of other parameters."""
+        guards = [(p, number, guard_of.get(p)) for number, group in enumerate(groups) for p in group["params"]]
+        found = ((p, number, reference and reference()) for p, number, reference in guards)
+        lines = [f"{g.names[p] if g else 'one'} {tuple(p.shape)} {p.dtype} in group {number}" for p, number, g in found]
+        require_equal("optimizer parameters", lines, self.group, ": give every rank the same order")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -83,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
                 self._add_buffer(same, layout)
         if self.inner is not None:
+            self._compare_order([added])
             self.inner.add_param_group(self._share(added))
             self._take_state()
 

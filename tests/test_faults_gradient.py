@@ -80,6 +80,11 @@ def mark(module: nn.Module, rank: int) -> None:
     module.last.weight.stays = True
 
 
+def take_out_on_one_rank(run: Run, step: int) -> None:
+    if run.rank == 1:
+        take_out(run, step + 1)
+
+
 def clear_state(run: Run, step: int) -> None:
     run.optimizer.state.clear()
 
@@ -181,6 +186,9 @@ CASES = {
     "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry),
     "each gradient normalised after finish": Case(then(normalise), inexact=SCATTERS),
     "a parameter taken out of its group": Case(then(take_out, 3)),
+    "a parameter taken out of its group on one rank": Case(
+        then(take_out_on_one_rank), ", group 0, hash of parameters = "
+    ),
     "parameters with a mark of the user's taken out": Case(then(take_out_marked, 3), prepare=mark),
     "the optimizer's state cleared": Case(then(clear_state, 3)),
     "the optimizer's momentum scaled": Case(then(scale_momentum, 3)),

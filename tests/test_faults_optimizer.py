@@ -217,6 +217,30 @@ def test_a_closure_that_synchronises_is_right_in_every_stage():
     ranks.run(closure_case, 2)
 
 
+def order_case(group, stage: int, later: bool) -> None:
+    """A group's parameters are in another order on rank 1, as those of a set may be."""
+
+    def groups(model: nn.Module) -> list[dict]:
+        vectors = [p for p in model.parameters() if p.shape == (5,)]
+        vectors = vectors if group.rank() == 0 else vectors[::-1]
+        return [{"params": [p for p in model.parameters() if p.shape != (5,)]}, {"params": vectors}]
+
+    model = BucketedDDP(Net())
+    if later:
+        optimizer = ShardedOptimizer(groups(model)[0]["params"], torch.optim.SGD, lr=0.1)
+        optimizer.add_param_group(groups(model)[1])
+    else:
+        zero(model.unwrap(), torch.optim.SGD, stage, param_groups=groups, lr=0.1)
+
+
+@pytest.mark.parametrize(("stage", "later"), [(1, False), (2, False), (1, True)])
+def test_parameters_in_another_order_on_one_rank_are_refused(stage, later):
+    words = "the ranks' optimizer parameters differ: rank 0 has module.first.bias (5,) torch.float64 in group "
+    for error in ranks.run_failing(order_case, 2, stage=stage, later=later):
+        assert error[0] == "UserError"
+        assert words.replace("module.", "") in error[1]
+
+
 def complex_case(group) -> None:
     """The class comes with options, and a complex number's state is gathered as it is."""
     weights = [nn.Parameter(torch.arange(5.0).to(torch.complex64) * (1 + 2j)) for _ in range(2)]

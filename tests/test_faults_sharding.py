@@ -135,6 +135,27 @@ class Normed(Mixed):
         return torch.tanh(self.layers(x))
 
 
+class Ungiving(torch.autograd.Function):
+    """A product whose backward gives the matrix no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix)
+        return x @ matrix
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0].T, None
+
+
+class Ungiven(Mixed):
+    def build(self) -> None:
+        self.first, self.scale, self.last = nn.Linear(6, 6), nn.Parameter(torch.ones(1, 1)), nn.Linear(6, 6)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.last(Ungiving.apply(Ungiving.apply(self.first(x)[..., None], self.scale)[..., 0], self.last.weight))
+
+
 class Viewed(Mixed):
     """A buffer that is a view of a weight, which training changes."""
 
@@ -314,6 +335,7 @@ KINDS = {
     "parameters beside layers, in lists and dictionaries": Loose,
     "a layer that returns its weight, or a view of it": Returned,
     "tied parameters of any name": Tied,
+    "a function that gives a parameter no gradient": Ungiven,
 }
 REPLACED = "is not the parameter that was wrapped"
 CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.items()} | {

@@ -53,11 +53,13 @@ class Replicas:
         self.own, self.lines = 0, (list[str](), list[str]())  # the last checksum; options and buffers that are in it
         self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
 
-    def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
-        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
+    def note(self, optimizer: torch.optim.Optimizer, groups: Mapping[int, int]) -> None:
+        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper, and the
+        hash of each group's parameters."""
         kind = type(optimizer).__name__
-        for place, group in enumerate(groups):
+        for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+            options["hash of parameters"] = parameters
             before, lines = self.noted.get((kind, place), (None, {}))
             if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}
