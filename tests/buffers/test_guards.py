@@ -162,7 +162,7 @@ def stranger_case(group) -> None:
     module = Net()
     for make in (partial(BucketedDDP, module), partial(ShardedOptimizer, module.parameters(), torch.optim.SGD)):
         if group.rank() == 1:
-            with pytest.raises(UserError, match="this rank is not in the given group"):
+            with pytest.raises(UserError, match="is not a process group that this rank is in"):
                 make(group=alone)
 
 
