@@ -26,6 +26,7 @@ from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.buffers.steps import guard_of
 from cs336_systems.comm import Group, default_group
+from cs336_systems.comm.group import count
 from cs336_systems.errors import UserError
 from cs336_systems.optim.elementwise import require_elementwise
 
@@ -59,6 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if layout == "flat":
             require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
+        number = count(self.group, "sharded optimizers")
+        self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
@@ -99,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state()
 
     def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        self.buffers.append(ParameterBuffer(parameters, layout, self.group))
+        self.buffers.append(ParameterBuffer(parameters, layout, self.group, self.mark))
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -241,6 +241,20 @@ def test_parameters_in_another_order_on_one_rank_are_refused(stage, later):
         assert words.replace("module.", "") in error[1]
 
 
+def crossing_case(group, layout: str) -> None:
+    """Two optimizers of equal parameters, which rank 1 steps in another order."""
+    weights = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    optimizers = [ShardedOptimizer([each], torch.optim.SGD, layout=layout, lr=1.0) for each in weights]
+    for optimizer in optimizers if group.rank() == 0 else optimizers[::-1]:
+        optimizer.step()
+
+
+@both_layouts
+def test_parameters_of_two_optimizers_are_not_mixed(layout):
+    for error in ranks.run_failing(crossing_case, 2, layout=layout):
+        assert "of optimizer 2" in error[1]
+
+
 def complex_case(group) -> None:
     """The class comes with options, and a complex number's state is gathered as it is."""
     weights = [nn.Parameter(torch.arange(5.0).to(torch.complex64) * (1 + 2j)) for _ in range(2)]
