@@ -76,6 +76,8 @@ class DataParallel(Wrapper):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Hook: `.grad` is complete in this backward."""
+        if parameter.grad is None:  # a function of the user's gave none
+            return
         reduces = self.overlap and not self.accumulating
         self.guard.on_gradient(parameter, reduces)
         self.bucket_of[parameter].mark_ready(parameter)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all
+from cs336_systems.errors import UserError
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
@@ -98,6 +99,8 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     local = config.num_experts // group.size()
     names = {name for name, _ in model.named_parameters() if ".experts." in name}
     plan = ExpertParallel(model, group.rank() * local, local, names)
+    if any(len(parameter) < config.num_experts for parameter in plan.experts().parameters()):
+        raise UserError("the model's experts are split over ranks already: split a new one")
     for layer in plan.layers():
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
         layer.experts.first = plan.first

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+from torch._C._functorch import peek_interpreter_stack
 from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
+from torch.autograd import forward_ad
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
@@ -94,9 +96,14 @@ class FSDP(Wrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
         if callable(compiler()):
-            raise uncompiled(fault)(
+            raise fault(
                 "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the "
                 "model block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
+            )
+        if peek_interpreter_stack() or forward_ad._current_level >= 0:
+            raise fault(
+                "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate "
+                "with torch.autograd, or use stages 0 to 2"
             )
         self.guard.before_forward()
         if self.in_forward:

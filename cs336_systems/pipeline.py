@@ -212,5 +212,6 @@ class _Execution:
         """Backward of a chunk: the gradient of its input, None for the first chunk."""
         hidden, output = self.live.pop((action.microbatch, action.chunk))
         with self.pipeline.timer("backward-compute"):
-            torch.autograd.backward(output, gradient)
+            if gradient is None or output.requires_grad:  # else all before it is frozen
+                torch.autograd.backward(output, gradient)
         return None if hidden is None else hidden.grad

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
+from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
+from cs336_systems.buffers.steps import guard_of
 from cs336_systems.comm import Group, default_group
+from cs336_systems.comm.group import count
 from cs336_systems.errors import UserError
 from cs336_systems.optim.elementwise import require_elementwise
 
@@ -48,25 +51,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if layout not in ("flat", "whole"):
             raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
-        if issubclass(optimizer_cls, torch.optim.LBFGS):
+        # A throw-away optimizer of one number checks the options and supplies their defaults.
+        trial = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
+        if isinstance(trial, torch.optim.LBFGS):
             raise UserError("LBFGS searches along one direction for all parameters at once; it cannot be sharded")
-        if issubclass(optimizer_cls, torch.optim.SparseAdam):
+        if isinstance(trial, torch.optim.SparseAdam):
             raise UserError("SparseAdam takes sparse gradients; only dense ones can be sharded")
         if layout == "flat":
             require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
+        number = count(self.group, "sharded optimizers")
+        self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
-        # A throw-away optimizer of one number checks the options and supplies their defaults.
-        super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
+        super().__init__(params, trial.defaults)
         if wrapper is not None:
             if not wrapper.bucket_of.keys() <= self._numbers().keys():
                 raise UserError("the wrapper synchronises parameters that the optimizer was not given")
             for bucket in wrapper.buckets:  # so that a rank owns those elements of which it has the gradient
                 self._add_buffer(bucket.parameters, bucket.layout)
+        self._compare_order(self.param_groups)
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
+
+    def _compare_order(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises UserError on every rank unless all ranks have the same parameters in the same order, as those of a set
+        are not: a rank would send others the elements of other parameters."""
+        guards = [(p, number, guard_of.get(p)) for number, group in enumerate(groups) for p in group["params"]]
+        found = ((p, number, reference and reference()) for p, number, reference in guards)
+        lines = [f"{g.names[p] if g else 'one'} {tuple(p.shape)} {p.dtype} in group {number}" for p, number, g in found]
+        require_equal("optimizer parameters", lines, self.group, ": give every rank the same order")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -82,11 +97,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
                 self._add_buffer(same, layout)
         if self.inner is not None:
+            self._compare_order([added])
             self.inner.add_param_group(self._share(added))
             self._take_state()
 
     def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        self.buffers.append(ParameterBuffer(parameters, layout, self.group))
+        self.buffers.append(ParameterBuffer(parameters, layout, self.group, self.mark))
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +178,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         else:
             self.wrapper.zero_grad(set_to_none)
+
+    def __getstate__(self) -> Any:
+        raise UserError("a copy would have this rank's state alone: save state_dict(), called on every rank")
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:
         """Gather the whole state, in the format of the unsharded optimizer, on every rank or on the group's rank `to`.

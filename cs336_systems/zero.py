@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from cs336_systems.buffers.bucket import REPLICATED, SHARDED, Placement
-from cs336_systems.buffers.flat import refuse_shared_memory
 from cs336_systems.buffers.guards import Parameters
 from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlappedDDP
@@ -68,6 +67,6 @@ def zero(
     groups = [each | {"params": [p for p in each["params"] if p not in wrapped.guard.ignored]} for each in groups]
     if optimizer == parameters:  # state rests where the optimizer's parameters do
         return wrapped, optimizer_cls(groups, **kwargs)
-    refuse_shared_memory(wrapped.guard.names.items())
+    wrapped.guard.refuse_shared_memory()
     source = wrapped if gradients == SHARDED else None
     return wrapped, ShardedOptimizer(groups, optimizer_cls, group, wrapper=source, **kwargs)

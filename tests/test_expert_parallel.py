@@ -281,6 +281,10 @@ def refused_case(group) -> None:
     with pytest.raises(UserError, match="ep 2 splits experts, and the model has none"):
         expert_parallel(dense, group)
     assert not expert_parallel(dense, Mesh().ep).names
+    sparse = whole_layer(CONFIG)
+    expert_parallel(sparse, group)
+    with pytest.raises(UserError, match="experts are split over ranks already"):
+        expert_parallel(sparse, group)
 
 
 def test_a_model_that_does_not_divide_is_refused_on_every_rank():

@@ -3,6 +3,7 @@ that names the cause, before the optimizer can step. CASES lists each case with 
 
 import copy
 import gc
+import pickle
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -67,6 +68,12 @@ def cast(before_backward: bool):
         run.step()
 
     return program
+
+
+def other_format(run: Run):
+    run.model.to(memory_format=torch.channels_last)
+    run.remember()
+    yield from steps(2)(run)
 
 
 def replace(run: Run):
@@ -246,6 +253,11 @@ def copied(run: Run):
     yield
 
 
+def pickled(run: Run):
+    pickle.dumps(run.model)
+    yield
+
+
 def hook_small(module: nn.Module, rank: int) -> None:
     for parameter in (module.norm.weight, module.scale, module.first.bias):
         parameter.register_hook(lambda gradient: 2 * gradient)
@@ -422,6 +434,9 @@ CASES = {
         {" | ".join((*ALL[:5], "stage 2")): CAST, "stage 2 in small buckets | stage 3": USED_EARLY},
         modes=tuple(MODES),
     ),
+    "channels-last after wrapping": Case(
+        other_format, {" | ".join(ALL[4:-1]): "was moved or cast"}, make=Mixed, inexact=ALL
+    ),
     "a parameter replaced after wrapping": Case(replace, "last.weight is not the parameter that was wrapped"),
     "evaluation on rank 0 only, with running statistics": Case(
         evaluate_on_rank_0, make=Normed, modes=ALL[:-1]
@@ -470,6 +485,7 @@ CASES = {
         drop_wrapper, {" | ".join(ALL[:5]): GONE, " | ".join(SCATTERS): "step() before "}
     ),
     "deepcopy of the wrapper": Case(copied, "UserError: copy "),
+    "pickle of the wrapper": Case(pickled, "or save its state: "),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@ every rank raises an error that names the parameter, before the optimizer can st
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
@@ -68,6 +69,20 @@ def take_out(run: Run, step: int) -> None:
     if step == 1:
         group, still = run.optimizer.param_groups[0], {run.module.last.weight, run.module.scale}
         group["params"] = [p for p in group["params"] if p not in still]
+
+
+def take_out_marked(run: Run, step: int) -> None:
+    group = run.optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if not hasattr(p, "stays")]
+
+
+def mark(module: nn.Module, rank: int) -> None:
+    module.last.weight.stays = True
+
+
+def take_out_on_one_rank(run: Run, step: int) -> None:
+    if run.rank == 1:
+        take_out(run, step + 1)
 
 
 def clear_state(run: Run, step: int) -> None:
@@ -171,6 +186,10 @@ CASES = {
     "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry),
     "each gradient normalised after finish": Case(then(normalise), inexact=SCATTERS),
     "a parameter taken out of its group": Case(then(take_out, 3)),
+    "a parameter taken out of its group on one rank": Case(
+        then(take_out_on_one_rank), ", group 0, hash of parameters = "
+    ),
+    "parameters with a mark of the user's taken out": Case(then(take_out_marked, 3), prepare=mark),
     "the optimizer's state cleared": Case(then(clear_state, 3)),
     "the optimizer's momentum scaled": Case(then(scale_momentum, 3)),
     "noise added to gradients": Case(then(add_noise), REFUSED),

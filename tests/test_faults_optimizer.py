@@ -1,6 +1,9 @@
 """Misuse of the sharded optimizer alone: the result is right, or every rank raises an error that names the cause. All
 ranks have the same gradients, so that one process with the plain optimizer is the reference."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +215,71 @@ def closure_case(group) -> None:
 
 def test_a_closure_that_synchronises_is_right_in_every_stage():
     ranks.run(closure_case, 2)
+
+
+def order_case(group, stage: int, later: bool) -> None:
+    """A group's parameters are in another order on rank 1, as those of a set may be."""
+
+    def groups(model: nn.Module) -> list[dict]:
+        vectors = [p for p in model.parameters() if p.shape == (5,)]
+        vectors = vectors if group.rank() == 0 else vectors[::-1]
+        return [{"params": [p for p in model.parameters() if p.shape != (5,)]}, {"params": vectors}]
+
+    model = BucketedDDP(Net())
+    if later:
+        optimizer = ShardedOptimizer(groups(model)[0]["params"], torch.optim.SGD, lr=0.1)
+        optimizer.add_param_group(groups(model)[1])
+    else:
+        zero(model.unwrap(), torch.optim.SGD, stage, param_groups=groups, lr=0.1)
+
+
+@pytest.mark.parametrize(("stage", "later"), [(1, False), (2, False), (1, True)])
+def test_parameters_in_another_order_on_one_rank_are_refused(stage, later):
+    words = "the ranks' optimizer parameters differ: rank 0 has module.first.bias (5,) torch.float64 in group "
+    for error in ranks.run_failing(order_case, 2, stage=stage, later=later):
+        assert error[0] == "UserError"
+        assert words.replace("module.", "") in error[1]
+
+
+def crossing_case(group, layout: str) -> None:
+    """Two optimizers of equal parameters, which rank 1 steps in another order."""
+    weights = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    optimizers = [ShardedOptimizer([each], torch.optim.SGD, layout=layout, lr=1.0) for each in weights]
+    for optimizer in optimizers if group.rank() == 0 else optimizers[::-1]:
+        optimizer.step()
+
+
+@both_layouts
+def test_parameters_of_two_optimizers_are_not_mixed(layout):
+    for error in ranks.run_failing(crossing_case, 2, layout=layout):
+        assert "of optimizer 2" in error[1]
+
+
+def complex_case(group) -> None:
+    """The class comes with options, and a complex number's state is gathered as it is."""
+    weights = [nn.Parameter(torch.arange(5.0).to(torch.complex64) * (1 + 2j)) for _ in range(2)]
+    cls = partial(torch.optim.Adam, lr=0.1)
+    optimizers = ShardedOptimizer(weights[:1], cls), cls(weights[1:])
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = weight.detach() - 1j
+        optimizer.step()
+    assert torch.equal(*weights)
+    states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_a_class_with_options_and_a_complex_parameter():
+    ranks.run(complex_case, 2)
+
+
+def copy_case(group) -> None:
+    optimizer = model_and_optimizer(lr=0.1)[1]
+    with pytest.raises(UserError, match="a copy would have this rank's state alone"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_copy_is_refused():
+    ranks.run(copy_case, 2)
 
 
 def left_out_case(group) -> None:

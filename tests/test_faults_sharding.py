@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
 from tests.support.fault_cases import ALL, FEW, Case, Net, Run, check
@@ -134,6 +135,38 @@ class Normed(Mixed):
         return torch.tanh(self.layers(x))
 
 
+class Ungiving(torch.autograd.Function):
+    """A product whose backward gives the matrix no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix)
+        return x @ matrix
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0].T, None
+
+
+class Ungiven(Mixed):
+    def build(self) -> None:
+        self.first, self.scale, self.last = nn.Linear(6, 6), nn.Parameter(torch.ones(1, 1)), nn.Linear(6, 6)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.last(Ungiving.apply(Ungiving.apply(self.first(x)[..., None], self.scale)[..., 0], self.last.weight))
+
+
+class Viewed(Mixed):
+    """A buffer that is a view of a weight, which training changes."""
+
+    def build(self) -> None:
+        self.linear = nn.Linear(6, 6).double()
+        self.register_buffer("rows", self.linear.weight.data[:2])
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.rows.sum()
+
+
 class Smooth(nn.Module):
     """Of numbers, with respect to which there is a gradient."""
 
@@ -212,6 +245,44 @@ def differentiable_backward(run: Run):
         run.step()
 
 
+def forward_mode(run: Run):
+    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
+    with forward_ad.dual_level():
+        x = tokens.double() / 11
+        output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x, torch.ones_like(x))))
+        (F.cross_entropy(output, targets.flatten()) + slope.square().mean()).backward()
+    yield
+    run.step()
+
+
+def row_by_row(run: Run):
+    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
+    output = torch.func.vmap(lambda row: run.model(row[None]))(tokens.double() / 11)
+    F.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
+    yield
+    run.step()
+
+
+def smooth_steps(run: Run):
+    for step in range(2):
+        smooth_loss(run, step)[2].backward()
+        yield
+        run.step()
+
+
+def bare_evaluation(run: Run):
+    """Before a step and after it, the next loss is scaled by what the bare module computes."""
+    run.backward(0)
+    yield
+    with torch.no_grad():
+        run.module(batch(7)[0])
+        run.step()
+        scale = run.module(batch(7)[0]).abs().sum()
+    (scale * run.loss(1)).backward()
+    yield
+    run.step()
+
+
 def tie_after_wrapping(run: Run):
     run.module.deep[0].weight = run.module.deep[1].weight
     run.remember()
@@ -264,6 +335,7 @@ KINDS = {
     "parameters beside layers, in lists and dictionaries": Loose,
     "a layer that returns its weight, or a view of it": Returned,
     "tied parameters of any name": Tied,
+    "a function that gives a parameter no gradient": Ungiven,
 }
 REPLACED = "is not the parameter that was wrapped"
 CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.items()} | {
@@ -280,6 +352,18 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
     ),
     "a step of model-agnostic meta-learning": Case(maml, {"stage 3": "grad() with respect to embedding.weight"}),
     "backward(inputs=...) of some parameters": Case(some_inputs, {"stage 3": "backward() with respect to last.weight"}),
+    "a buffer that is a view of a weight": Case(
+        steps(2), {" | ".join(ALL[4:]): "linear.weight and rows lie in one memory"}, make=Viewed
+    ),
+    "evaluations of the bare module before and after a step": Case(bare_evaluation),
+    "a ScriptModule": Case(
+        smooth_steps,
+        {"stage 3": "layers.0.weight is compiled into a ScriptModule"},
+        make=lambda: torch.jit.script(Smooth()),
+        inexact=ALL,
+    ),
+    "forward-mode gradients": Case(forward_mode, {"stage 3": "differentiate with torch.autograd"}, make=Smooth),
+    "torch.func.vmap": Case(row_by_row, {"stage 3": "differentiate with torch.autograd"}, make=Smooth, inexact=ALL),
     "a gradient penalty": Case(gradient_penalty, make=Smooth),
     "backward(create_graph=True)": Case(differentiable_backward, make=Smooth),
     "tied after wrapping": Case(tie_after_wrapping, {"stage 3": f"deep.0.weight {REPLACED}"}),

@@ -169,6 +169,13 @@ class Opaque:
         self.value = value
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
 class Hiding(nn.Linear):
     """A layer whose output is not a tensor."""
 
@@ -293,6 +300,10 @@ CASES = {
     "a layer that returns an object": Case(
         steps(), {"stage 3": "second.weight returns a Opaque, in which FSDP finds no tensor"},
         make=lambda: Hider(Opaque),
+    ),
+    "a layer that returns an object with slots": Case(
+        steps(), {"stage 3": "second.weight returns a Slotted, in which FSDP finds no tensor"},
+        make=lambda: Hider(Slotted),
     ),
     "layers called in another order": Case(steps(), make=Reversed),
     "layers called in another order, one frozen": Case(steps(), make=Reversed, prepare=freeze_middle),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cs336_systems.comm import record
+from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM, lm_loss
@@ -414,6 +415,11 @@ def compiled_case(group) -> None:
             wrapper.compile(backend="eager")
         with pytest.raises(UserError, match="block by block"):
             whole(tokens)
+    module = nn.Linear(2, 2)
+    replicated = torch.compile(BucketedDDP(module), backend="eager")
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(UserError, match="weight is not the parameter that was wrapped"):
+        replicated(torch.ones(1, 2))
 
 
 def test_compiled_blocks_are_exact_and_a_compiled_wrapper_is_refused():

@@ -224,6 +224,27 @@ def test_microbatches_of_uneven_sizes_equal_accumulation():
     ranks.run(uneven_case, 2)
 
 
+def frozen_case(group) -> None:
+    """All before the last stage is frozen, so that the first one's output wants no gradient."""
+    torch.set_default_dtype(torch.float64)
+    config, mesh = replace(CONFIGS["llama"], num_layers=2), Mesh(pp=2)
+    dense, batches = whole_model(config), microbatches(config, 3)
+    dense.embedding.requires_grad_(False)
+    dense.blocks[0].requires_grad_(False)
+    for name in ("1f1b", "zb-h1"):
+        alone, stage = (Stage(copy.deepcopy(dense), rank, size) for rank, size in ((0, 1), (group.rank(), 2)))
+        for batch in batches:
+            combine(alone(batch, None, 0, key_of(batch))).backward()
+        Pipeline(stage, stage, mesh, name).run(batches, combine, [key_of(batch) for batch in batches])
+        for each, parameter in stage.model.named_parameters():
+            want = alone.model.get_parameter(each).grad
+            assert parameter.grad is want is None or torch.equal(parameter.grad, want), (name, each)
+
+
+def test_a_frozen_first_stage():
+    ranks.run(frozen_case, 2)
+
+
 def both_case(group) -> float:
     """Tensor parallel ranks in each of two stages, the sequence split, blocks run again."""
     torch.set_default_dtype(torch.float64)

@@ -106,7 +106,8 @@ class GradBucket:
     def mark_ready(self, parameter: nn.Parameter) -> None:
         """Pack a ready gradient into the buffer, unless it lies there already."""
         gradient, again = parameter.grad, parameter not in self.waiting
-        assert gradient is not None
+        if gradient is None:  # a function of the user's gave none
+            return
         if gradient.layout != torch.strided:  # sparse, of an embedding: each rank has different rows
             parameter.grad = gradient = gradient.to_dense()
         self.waiting.discard(parameter)

@@ -1,6 +1,7 @@
 """Layout of tensors in one flat buffer, of which each rank owns a slice, and grouping of parameters into buckets."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -100,12 +101,16 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
     `cap_bytes` a group (0: each by itself, infinity: all in one), then those that are to lie `apart`, one by one."""
     done: list[list[T]] = []
     open_: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    sizes = Counter[tuple[torch.dtype, torch.device]]()
     alone = set(apart)
     for p in reversed([p for p in parameters if p not in alone]):
-        group = open_.setdefault((p.dtype, p.device), [])
-        if group and sum(each.nbytes for each in group) + p.nbytes > cap_bytes:
+        kind = p.dtype, p.device
+        group = open_.setdefault(kind, [])
+        sizes[kind] += p.nbytes
+        if group and sizes[kind] > cap_bytes:
             done.append(group[:])
             group.clear()
+            sizes[kind] = p.nbytes
         group.append(p)
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
 

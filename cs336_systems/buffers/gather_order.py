@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import partial
+from gc import is_tracked
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cs336_systems.buffers.guards import Guard, refuse_hooks
 from cs336_systems.buffers.sharded_parameter import Lend, Place, ShardedParameter, WeightProxy, parts, put
 from cs336_systems.buffers.steps import replaced
+from cs336_systems.comm import fault
 
 AHEAD = 2  # weights gathered before they are needed
 Call = tuple[nn.Module, ShardedParameter]  # a layer, whose forward computes with a parameter
@@ -64,7 +66,7 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
         if is_dataclass(leaf):
             leaves += tree_leaves([getattr(leaf, field.name) for field in fields(leaf)])
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    opaque = [type(leaf).__name__ for leaf in leaves if hasattr(leaf, "__dict__") and not is_dataclass(leaf)]
+    opaque = [type(leaf).__name__ for leaf in leaves if is_tracked(leaf) and not is_dataclass(leaf)]
     if source and opaque and not found and torch.is_grad_enabled():
         raise TypeError(f"{source} returns a {opaque[0]}, in which FSDP finds no tensor: return a tuple or dataclass")
     return [tensor for tensor in found if tensor.requires_grad]
@@ -91,13 +93,17 @@ def shard_weights(
             if weight is None or weight in guard.ignored or weight.dim() < 2:
                 continue
             if weight.numel() and weight.is_floating_point():
+                if isinstance(layer, torch.jit.ScriptModule):
+                    raise fault(f"{guard.names[weight]} is compiled into a ScriptModule: shard the module before that")
                 places.setdefault(weight, []).append((layer, key))
                 refuse_hooks(weight, guard.names[weight])
     proxies: dict[nn.Module, WeightProxy] = {}
     sharded_of: dict[nn.Parameter, ShardedParameter] = {}
     for weight, found in places.items():
         replaced[weight] = name = guard.names[weight]
-        sharded_of[weight] = sharded = ShardedParameter(weight, found, name, guard.group, compute_dtype, reduce_dtype)
+        sharded_of[weight] = sharded = ShardedParameter(
+            weight, found, name, guard.mark, guard.group, compute_dtype, reduce_dtype
+        )
         for layer, key in found:
             layer.register_load_state_dict_pre_hook(partial(sharded.cut_loaded, key))
             layer.register_state_dict_pre_hook(sharded.refuse_saved)

@@ -27,6 +27,7 @@ from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
+from cs336_systems.comm.group import count
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
 
@@ -50,13 +51,16 @@ class Guard:
                 earlier.setdefault(found, name)
                 if not found.hooks:  # FSDP's cannot be removed
                     raise fault(f"{name} is sharded by another {found.wrapper} already: wrap it once")
-            if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
+        for name, tensor in (*self._named(), *module.named_buffers()):
+            if nn.parameter.is_lazy(tensor) or (tensor.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
         for name, layer in module.named_modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
                 raise fault(f"{name} has a max_norm, and each rank would change other rows: normalise its output")
         self.taken = ""  # text of the error if another wrapper has one of the parameters
         self._compare_modules(f"wrapper {wrapper}, {kind}")
+        self.number = count(group, "wrappers")
+        self.mark = f" of wrapper {self.number}" if self.number > 1 else ""  # tells collectives of equal modules apart
         for guard, name in earlier.items():  # two guards would reduce a gradient twice
             guard.release()
             guard.taken = f"{name} has been wrapped by another {wrapper} since: keep one, or use `ignored`"
@@ -79,7 +83,7 @@ class Guard:
         self.names = {parameter: name for name, parameter in self._named()}
         self.shards = full_of or {}
         whole = {p: name for p, name in self.names.items() if p not in self.shards}
-        self.replicas = Replicas(whole, self.group, self.module)
+        self.replicas = Replicas(whole, self.group, self.module, self.number)
         self.names |= {full: self.names[shard] for shard, full in self.shards.items()}
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
@@ -87,6 +91,13 @@ class Guard:
     def _named(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return (each for each in named if each[1] not in self.ignored)
+
+    def refuse_shared_memory(self) -> None:
+        """Raises UserError for parameters that share memory, or a buffer that is a view of one: sharding moves them."""
+        storages = {p.untyped_storage()._cdata for p in self.names}
+        buffers = ((b, name) for name, b in self.module.named_buffers() if b.layout == torch.strided)
+        views = [each for each in buffers if each[0].untyped_storage()._cdata in storages]
+        refuse_shared_memory([*self.names.items(), *views])
 
     def protect(self) -> None:
         """Make optimizers refuse to step on parameters that are not synchronised, or whose wrapper is gone."""
@@ -216,7 +227,7 @@ class Wrapper(nn.Module):
         self.module, self.group = module, default_group(group)
         self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
         if isinstance(self.gradients, Sharded):
-            refuse_shared_memory(self.guard.names.items())
+            self.guard.refuse_shared_memory()
         # torch's old weight_norm and spectral_norm compute weights before each forward; code may read them before that.
         hooks = ((layer, hook) for layer in module.modules() for hook in layer._forward_pre_hooks.values())
         computed = [getattr(layer, hook.name) for layer, hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
@@ -229,7 +240,7 @@ class Wrapper(nn.Module):
         """Make a bucket for each group of parameters; optimizers then refuse to step before the synchronisation."""
         names = self.guard.names
         self.buckets = [
-            GradBucket(ps, self.group, f"{kind} {i}, from {names[ps[0]]}", placement, names=names)
+            GradBucket(ps, self.group, f"{kind} {i}, from {names[ps[0]]}{self.guard.mark}", placement, names=names)
             for i, ps in enumerate(grouped)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -241,9 +252,10 @@ class Wrapper(nn.Module):
             broadcast(buffer, 0, self.group, f"buffer {name}").wait()
         self.guard.finished()
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(
-            f"copy the module before it is wrapped: {type(self).__name__} belongs to its group and parameters"
+            f"copy the module before it is wrapped, or save its state: {type(self).__name__} belongs to its group and "
+            "parameters"
         )
 
     def kept_gradients(self) -> list[LocalGradient]:

@@ -19,8 +19,7 @@ from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
 PartsState = dict[Tensor, dict[str, Any]]  # of this rank's parts, by the parameters that they are parts of
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DTYPES = {str(each): each for each in (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)}
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class Part(NamedTuple):
@@ -34,8 +33,9 @@ class Part(NamedTuple):
 class ParameterBuffer:
     """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, mark: str = "") -> None:
         self.parameters, self.layout, self.group = parameters, layout, group
+        self.label = f"updated parameters{mark}"
         refuse_shared_memory((each, f"a parameter of shape {tuple(each.shape)}") for each in parameters)
         self.flat = layout.new_buffer(parameters[0].dtype, parameters[0].device, group)
         self.parts = list[Part]()
@@ -57,7 +57,7 @@ class ParameterBuffer:
 
     def all_gather(self) -> None:
         """Gather the slices that all ranks have updated."""
-        label, slices = "updated parameters", [self.layout.shard(self.flat, r) for r in range(self.group.size())]
+        label, slices = self.label, [self.layout.shard(self.flat, r) for r in range(self.group.size())]
         if all(each.numel() == slices[0].numel() for each in slices):
             all_gather(self.flat, self.group, label).wait()
             return

@@ -1,8 +1,8 @@
 """End of a synchronisation: one small all-reduce of used parameters, and of a checksum of what must be equal on all.
 
-The checksum is of the options of all optimizer steps since the last synchronisation, of how often each replicated
-parameter was written to, and of the buffers' shapes. If the sum is not N times a rank's own, the N ranks differ, and
-they compare options, shapes of buffers, and weights through the store.
+The checksum is of the wrapper's number, the options of all optimizer steps since the last synchronisation, how often
+each replicated parameter was written to, and the buffers' shapes. If the sum is not N times a rank's own, the N ranks
+differ, and they compare options, shapes of buffers, and weights through the store.
 """
 
 import hashlib
@@ -44,20 +44,22 @@ class Replicas:
     """The replicated parameters of a wrapped module, with their names, and the options of steps since the last
     comparison. `doubted`: weights were changed while gradients were each rank's own, so compare them in any case."""
 
-    def __init__(self, names: Mapping[nn.Parameter, str], group: Group, module: nn.Module) -> None:
+    def __init__(self, names: Mapping[nn.Parameter, str], group: Group, module: nn.Module, number: int) -> None:
         self.names, self.group = {p: name for p, name in names.items() if not p.is_inference()}, group
         self.versions = [p._version for p in self.names]  # when the values were last known to be equal
         self.options: dict[str, None] = {}
         self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
-        self.module, self.doubted = module, False
+        self.module, self.number, self.doubted = module, number, False
         self.own, self.lines = 0, (list[str](), list[str]())  # the last checksum; options and buffers that are in it
         self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
 
-    def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
-        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
+    def note(self, optimizer: torch.optim.Optimizer, groups: Mapping[int, int]) -> None:
+        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper, and the
+        hash of each group's parameters."""
         kind = type(optimizer).__name__
-        for place, group in enumerate(groups):
+        for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+            options["hash of parameters"] = parameters
             before, lines = self.noted.get((kind, place), (None, {}))
             if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}
@@ -70,7 +72,8 @@ class Replicas:
         """Checksum of all that must be equal on all ranks, small enough for an exact sum in float64."""
         self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
-        self.lines, self.options = ([*self.options], buffer_lines(self.module)), {}
+        options = [f"a synchronisation of wrapper {self.number}", *self.options]
+        self.lines, self.options = (options, buffer_lines(self.module)), {}
         doubt, self.doubted = self.doubted and self.group.rank() == 0, False  # so that one rank differs
         self.own = zlib.crc32(array("q", writes), zlib.crc32("\n".join(chain(*self.lines)).encode())) + doubt
         return self.own

@@ -70,11 +70,13 @@ class ShardedParameter:
         weight: nn.Parameter,
         places: Sequence[Place],
         name: str,
+        mark: str,
         group: Group,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.places, self.name, self.group, self.shape = places, name, group, weight.shape
+        self.label = f"{name}{mark}"
         num_rows, columns = len(weight), weight[0].numel()
         self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
         first, last = (min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2])
@@ -87,12 +89,14 @@ class ShardedParameter:
         self.version = self.shard._version  # version of the shard at the last gather
         flat = torch.empty(self.layout.numel, dtype=compute_dtype or weight.dtype, device=weight.device)
         self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
+        for each in (self.shard, self.full):
+            vars(each).update(vars(weight))  # marks by which code knows a parameter, such as `_no_weight_decay`
         # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
         self.flat = flat.data
         self.work: Work | None = None  # from `launch_unshard` to `unshard`
         self.unsharded = True  # until `reshard` below
-        label = f"gradient of {name}"
-        self.gradients = GradBucket([self.full], group, label, SHARDED, reduce_dtype or weight.dtype, columns)
+        label, reduced = f"gradient of {self.label}", reduce_dtype or weight.dtype
+        self.gradients = GradBucket([self.full], group, label, SHARDED, reduced, columns)
         self.gradients.resting_dtype = weight.dtype
         self.promised = False  # true while a stand-in is the shard's gradient
         self.earlier: Tensor | None = None  # the gradient that the stand-in replaces
@@ -107,22 +111,24 @@ class ShardedParameter:
     @torch.no_grad()
     def launch_unshard(self) -> None:
         """Start gathering the weight, if it is not there or on its way."""
-        if self.unsharded or self.work is not None:
-            return
         with raw():
             version = self.shard._version
+        if version != self.version:  # what a forward of the bare module has left is from before the last step
+            self.reshard()
+        if self.unsharded or self.work is not None:
+            return
         if version != self.version:  # a graph from before the last step must not go on with new weights
             self.version = version
             torch.autograd.graph.increment_version(self.full)
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         mark("parameters", self.flat)
         self._fill(self.flat)
-        self.work = all_gather(self.flat, self.group, self.name)
+        self.work = all_gather(self.flat, self.group, self.label)
 
     def _fill(self, flat: Tensor) -> None:
         """Copy this rank's rows to their place in a buffer. Nobody reads what is behind them in a padded slice."""
         with raw():
-            self.layout.shard(flat, self.group.rank())[: self.numel].copy_(self.shard.view(-1))
+            self.layout.shard(flat, self.group.rank())[: self.numel].copy_(self.shard.reshape(-1))
 
     def unshard(self) -> None:
         """Let the layers see the whole weight, gathering it unless that has begun."""
@@ -227,5 +233,5 @@ class ShardedParameter:
         """The master weight (rows ...) on every rank. Every rank must call this."""
         flat = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
         self._fill(flat)
-        all_gather(flat, self.group, f"{self.name} in full").wait()
+        all_gather(flat, self.group, f"{self.label} in full").wait()
         return self.layout.view(flat, 0)

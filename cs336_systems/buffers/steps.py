@@ -1,7 +1,9 @@
 """Checks of optimizer steps over wrapped parameters: refuse steps before the synchronisation or without effect."""
 
+from collections import Counter
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -38,7 +40,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if a step would use gradients that are not reduced yet, or update tensors that nothing uses."""
-    stepped: dict[Any, dict[int, None]] = {}  # by guard, the option groups that its wrapper's parameters are in
+    stepped: dict[Any, Counter[int]] = {}  # by guard, the groups of its wrapper's parameters, and a hash of their names
     numbered = enumerate(optimizer.param_groups)
     for number, parameter in ((number, parameter) for number, group in numbered for parameter in group["params"]):
         if parameter in replaced:
@@ -55,7 +57,7 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                     "unwrap() it to train on this rank alone"
                 )
             guard.require_finished(f"{type(optimizer).__name__}.step()")
-            stepped.setdefault(guard, {})[number] = None
+            stepped.setdefault(guard, Counter())[number] += crc32(guard.names[parameter].encode(errors="replace"))
         with raw():
             gradient = parameter.grad
         # A ShardedOptimizer with a wrapper takes the pieces from there.
@@ -64,5 +66,5 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__}.step() cannot use the gradient of {gradient.label}, which rests "
                 "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"
             )
-    for guard, numbers in stepped.items():
-        guard.replicas.note(optimizer, numbers)
+    for guard, groups in stepped.items():
+        guard.replicas.note(optimizer, groups)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, recorder
 from cs336_systems.comm.group import Group, count, default_group, group_timeout, in_flight, is_fake
@@ -38,6 +39,7 @@ def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | 
     timed_store(default_group(), limit).set(f"{kind}/{dist.get_rank()}", message)
 
 
+@_disable_dynamo  # what compiled code cannot read
 def fault(message: str) -> UserError:
     """Post a message as the reason why this rank stops, for ranks that wait for it; returns the UserError to raise."""
     with suppress(StoreLostError):

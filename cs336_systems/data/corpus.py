@@ -130,7 +130,8 @@ def check_length(corpus: Corpus, context: int) -> None:
     """Raises UserError unless the corpus holds one context and the token after it."""
     if len(corpus.tokens) < context + 1:
         numbers = f"{corpus.name} has {len(corpus.tokens)} tokens; a context of {context} needs {context + 1}"
-        raise UserError(f"{numbers}: use a longer text or --context {max(1, len(corpus.tokens) - 1)}")
+        shorter = f" or --context {len(corpus.tokens) - 1}" if len(corpus.tokens) > 1 else ""
+        raise UserError(f"{numbers}: use a longer text{shorter}")
 
 
 def rank_rows(batch: int, rank: int, world_size: int) -> range:

@@ -194,6 +194,8 @@ class TransformerLM(nn.Module):
         seq) are BERT's segments (default 0); padding_mask (batch seq) is True at real tokens. positions (batch seq) are
         tokens' places in packed documents, from 0: a token sees earlier ones of its document. Raises UserError for a
         sequence longer than the context, and for a padding mask with flash attention or packed documents."""
+        if tokens.dim() != 2:
+            raise UserError(f"tokens have shape {tuple(tokens.shape)}; (batch seq) is meant")
         if targets is not None and targets.shape != tokens.shape:
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
             raise UserError(f"{shapes}; one a token is meant")

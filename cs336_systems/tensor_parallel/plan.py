@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.comm import Group, broadcast, pairs
+from cs336_systems.errors import UserError
 from cs336_systems.layout import check_divides, padded_vocabulary
 from cs336_systems.model.feed_forward import GroupedLinear
 from cs336_systems.model.heads import TokenLoss
@@ -77,6 +78,8 @@ def tensor_parallel(
     plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
     if group.size() == 1:
         return plan
+    if any(hasattr(parameter, "partition_dim") for parameter in model.parameters()):
+        raise UserError("the model is split over tensor-parallel ranks already: split a new one")
     _begin_alike(model, group)
     for block in model.blocks:
         if isinstance(block, Block):

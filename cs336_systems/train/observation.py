@@ -3,6 +3,7 @@
 Nothing is sent and no number is computed, so one rank of 256 takes seconds. All else is as in training: `Assembly`, the
 schedule, the hooks, the verbs. An expert layer's router is assumed to be balanced."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     """Convert an event to a transfer: its axis of the mesh, and its purpose, which is the label without numbers and
     names. Of several axes with the same ranks the purpose decides."""
     message = event.verb in ("send", "receive")
-    what = event.label.split(" of microbatch")[0] if message else event.label
+    what = re.split(" of microbatch| of wrapper | of optimizer ", event.label)[0]
     what = next((kind for kind in KINDS if what.startswith(f"{kind} ")), what)
     if what.endswith(".weight"):
         what = "weight, gradient" if what.startswith("gradient of ") else "weight"

@@ -1,6 +1,7 @@
 """Refusals when a module is wrapped, on every rank and with names, and groups of only some ranks."""
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -140,6 +141,35 @@ def test_a_module_has_one_wrapper():
     ranks.run(twice_case, 2)
 
 
+def crossing_case(group, wrapper: str, finish: bool) -> None:
+    """Of two equal modules rank 1 uses the second first, or finishes it first."""
+    first, second = (WRAPPERS[wrapper](nn.Linear(3, 3)) for _ in range(2))
+    pair = (first, second) if group.rank() == 0 else (second, first)
+    for model in (first, second) if finish else pair:
+        model(torch.ones(1, 3)).sum().backward()
+    for model in pair if finish else (first, second):
+        model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize(("wrapper", "finish"), [("OverlappedDDP", False), ("FSDP", False), ("OverlappedDDP", True)])
+def test_gradients_of_equal_modules_are_not_mixed(wrapper, finish):
+    for error in ranks.run_failing(crossing_case, 2, wrapper=wrapper, finish=finish):
+        assert "of wrapper 2" in error[1]
+
+
+def stranger_case(group) -> None:
+    alone = torch.distributed.new_group([0])
+    module = Net()
+    for make in (partial(BucketedDDP, module), partial(ShardedOptimizer, module.parameters(), torch.optim.SGD)):
+        if group.rank() == 1:
+            with pytest.raises(UserError, match="is not a process group that this rank is in"):
+                make(group=alone)
+
+
+def test_a_group_without_this_rank_is_refused():
+    ranks.run(stranger_case, 2)
+
+
 class Arrived:
     """In place of a CUDA event."""
 
@@ -172,16 +202,24 @@ def test_a_gpus_answer_is_read_at_the_next_synchronisation():
 
 def lazy_case(group, wrapper: str, kind: str, on_all: bool) -> None:
     mine = on_all or group.rank() == 1
-    layer = nn.LazyLinear(4) if kind == "lazy" else nn.Linear(3, 4, device="meta")
+    layer = LAZY[kind]()
     WRAPPERS[wrapper](nn.Sequential(nn.Linear(2, 3), layer if mine else nn.Linear(3, 4)))
+
+
+LAZY = {
+    "lazy": partial(nn.LazyLinear, 4),
+    "meta": partial(nn.Linear, 3, 4, device="meta"),
+    "lazy buffers": partial(nn.LazyBatchNorm1d, affine=False),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("on_all", [True, False])
-@pytest.mark.parametrize(("wrapper", "kind"), [("BucketedDDP", "lazy"), ("FSDP", "meta")])
+@pytest.mark.parametrize(("wrapper", "kind"), [("BucketedDDP", "lazy"), ("FSDP", "meta"), ("NaiveDDP", "lazy buffers")])
 def test_parameters_without_values_are_refused_by_name(wrapper, kind, on_all):
+    name = "running_mean" if kind == "lazy buffers" else "weight"
     for error in ranks.run_failing(lazy_case, 2, wrapper=wrapper, kind=kind, on_all=on_all):
-        assert "1.weight has no values yet: materialise the module before it is wrapped" in error[1]
+        assert f"1.{name} has no values yet: materialise the module before it is wrapped" in error[1]
 
 
 def no_group_case(rank: int, world_size: int, folder: str) -> list[str]:

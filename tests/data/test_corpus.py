@@ -123,6 +123,7 @@ def test_random_tokens_use_the_whole_vocabulary_evenly():
         (None, "cannot read .*: No such file"),
         (b"", "is empty"),
         (b"abc", "has 3 tokens; a context of 8 needs 9: use a longer text or --context 2"),
+        (b"a", "has 1 tokens; a context of 8 needs 9: use a longer text$"),
         (b"\x89PNG" * 9, "is not UTF-8 text: byte 0 is 0x89"),
         (b"text\0text and more", "is not text: byte 4 is zero"),
         (gzip.compress(bytes(100), mtime=0), "is not UTF-8 text: byte 1 is 0x8b"),

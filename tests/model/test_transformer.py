@@ -298,6 +298,8 @@ def test_fused_kernels_change_nothing(changes):
 def test_what_cannot_be_computed_is_refused():
     with pytest.raises(UserError, match="8 tokens do not fit the context of 7"):
         TransformerLM(TOY)(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(UserError, match=r"tokens have shape \(7,\); \(batch seq\) is meant"):
+        TransformerLM(TOY)(torch.zeros(7, dtype=torch.long))
     with pytest.raises(UserError, match=r"targets have shape \(7,\), tokens \(1, 7\)"):
         lm_loss(TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long), torch.zeros(7, dtype=torch.long))
     with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):

@@ -1,5 +1,6 @@
 """A step of every strategy, on real ranks and as one rank observes it alone."""
 
+import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -165,7 +166,8 @@ def wrapper_case(group, steps) -> list:
         case, *arguments = WRAPPERS[name]
         with record() as events:
             case(group, *arguments)
-        found.append([[e.verb, e.label, e.numel, str(e.dtype), e.ranks] for e in events])
+        labels = [re.sub(r" of (wrapper|optimizer) \d+$", "", e.label) for e in events]
+        found.append([[e.verb, label, e.numel, str(e.dtype), e.ranks] for e, label in zip(events, labels, strict=True)])
     return found
 
 

@@ -246,6 +246,17 @@ def test_fused_kernels():
     ranks.run(kernels_case, 2)
 
 
+def again_case(group) -> None:
+    model = whole_model(CONFIGS["gpt"])
+    tensor_parallel(model, group, False, MULTIPLE)
+    with pytest.raises(UserError, match="split over tensor-parallel ranks already"):
+        tensor_parallel(model, group, False, MULTIPLE)
+
+
+def test_a_model_is_split_once():
+    ranks.run(again_case, 2)
+
+
 def differing_case(group, layers: list[int]) -> None:
     """Each rank has drawn other weights, and gets its part of the first rank's."""
     torch.manual_seed(group.rank())

@@ -78,7 +78,7 @@ class Observer:
         if moving := bucket.work is not None or bucket.label == launching:
             self.reduced.add(layer)
         reduced = "being sent" if moving else "mean gradient" if layer in self.reduced else "own gradient"
-        updated = "being sent" if launching == "updated parameters" else "whole"
+        updated = "being sent" if launching.startswith("updated parameters") else "whole"
         gradient = _held(0 if parameter.grad is None else parameter.grad.nbytes, reduced)
         return _held(parameter.nbytes, updated), gradient, self._of_optimizer(parameter)
 
