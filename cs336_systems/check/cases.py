@@ -165,7 +165,8 @@ def whole(full: Tensor, rank: int, world: int) -> Tensor:
 
 BOUND = bound(torch.float64, stages=3 * 64, longest_sum=48)  # see Net: 64 operations a step
 LIMIT = 0.1  # of the gradient's norm, where it is clipped
-ADAMW = {"lr": 0.05, "weight_decay": 0.1}
+# With this eps an error of a gradient, also of one near 0, moves a weight by at most lr / eps: half as much.
+ADAMW = {"lr": 0.05, "weight_decay": 0.1, "eps": 0.1}
 Plain = partial(Net, tied=False, shared=False, scalar=False)
 
 

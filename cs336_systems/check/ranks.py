@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, exits_raised, line_of
+from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, called, exits_raised, line_of
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.models import Run
-from cs336_systems.check.oracle import Notes, ObservedRun
+from cs336_systems.check.oracle import Notes, ObservedRun, reference
 from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
-from cs336_systems.comm.launch import run_ranks
+from cs336_systems.comm.launch import has_autograd_threads, run_ranks
 from cs336_systems.errors import UserError
 
 HUNG = "it did not end: killed"
@@ -49,7 +49,11 @@ def clean_torch() -> Iterator[None]:
 
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
-    """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others."""
+    """Each case with the notes of every rank. `timeout`: seconds that a rank waits for the others. Raises UserError if
+    ranks cannot be forked from this process."""
+    if has_autograd_threads():
+        why = "this process has computed gradients beside a GPU, and processes forked from it cannot"
+        raise UserError(f"{why}: check before it does, or hide the GPU from it (CUDA_VISIBLE_DEVICES=)")
     found: list[tuple[Case, list[Notes]]] = []
     rest = list(cases)
     while rest:
@@ -85,6 +89,22 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
                 observe(candidate, case, group, notes)
         except BaseException:
             os._exit(0)
+
+
+def references(cases: list[Case], world: int) -> dict[str, list[Notes]]:
+    """The reference of each case by its name, computed in a process of its own, since this one may fork ranks again."""
+    with tempfile.TemporaryDirectory(prefix="check-") as name:
+        if cases:
+            run_ranks(_refer, 1, "cpu", cases, world, Path(name))
+        return {case.name: [_read(Path(name, f"{case.name}-{r}"), r, "") for r in range(world)] for case in cases}
+
+
+def _refer(place: Place, cases: list[Case], world: int, folder: Path) -> None:
+    with clean_torch(), called("one process with the model of build()"):
+        for case in cases:
+            for rank, notes in enumerate(reference(case, world)):
+                with _noted(folder / f"{case.name}-{rank}", notes, ""):
+                    pass
 
 
 @contextmanager

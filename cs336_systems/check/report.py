@@ -4,7 +4,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from textwrap import wrap as wrap_text
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import nn
 from cs336_systems.check.candidates import Candidate, called, candidate
 from cs336_systems.check.cases import CASES, DIED, FIRST, Case
 from cs336_systems.check.diagnosis import Diagnosis, diagnose
-from cs336_systems.check.oracle import Notes, Wrong, reference
-from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, run_cases
+from cs336_systems.check.oracle import Notes, Wrong
+from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, references, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -28,6 +27,7 @@ TRAINING = {  # rows of the first case: kind of tensor, and whether it is before
 BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
          "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
 BROKEN = f"{BrokenPromiseError.__name__}: "
+REFERENCES: dict[tuple[str, int], dict[str, list[Notes]]] = {}  # by kind and ranks, of the cases without a user's model
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,14 @@ def check(
     if unknown := wanted - set(names):
         raise UserError(f"no property is named {', '.join(unknown)}; there are {', '.join(names)}")
     report = Report(chosen.name, chosen.kind, ranks)
-    found = run_cases(chosen, cases, ranks, timeout)  # before this process computes: it forks
+    found = [(_expected(case), notes) for case, notes in run_cases(chosen, cases, ranks, timeout)]
+    kept = REFERENCES.setdefault((chosen.kind, ranks), {})
+    own = [case for case, _ in found if build is not None and case.name in BUILT]
+    kept |= references([case for case, _ in found if case not in own and case.name not in kept], ranks)
+    want = kept | references(own, ranks)
     with clean_torch():
         for case, notes in found:
-            own, case = build is not None and case.name in BUILT, _expected(case)
-            with called("one process with the model of build()"):
-                want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
-            report.verdicts += _judge(Diagnosis(case, want, notes))
+            report.verdicts += _judge(Diagnosis(case, want[case.name], notes))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
         if each.name not in TRAINING and each.cause in known:
@@ -142,11 +143,6 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
 def _expected(case: Case) -> Case:
     """Return the case whose numbers are the reference: ordinary training where an error is expected."""
     return replace(case, program=FIRST.program, prepare=FIRST.prepare) if case.error else case
-
-
-@cache
-def _reference(name: str, kind: str, ranks: int) -> list[Notes]:
-    return reference(_expected(next(each for each in CASES if each.name == name).of(kind)), ranks)
 
 
 def _judge(evidence: Diagnosis) -> list[Verdict]:

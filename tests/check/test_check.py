@@ -463,6 +463,29 @@ def test_a_failed_case_leaves_nothing_to_the_next():
     assert [each.status for each in report.verdicts] == ["refused", "right"], report
 
 
+def test_a_process_that_checks_computes_no_gradients(tmp_path, monkeypatch):
+    """Beside a GPU they would give it threads, with which it could fork no ranks for a second check."""
+    backward, log = torch.Tensor.backward, tmp_path / "processes"
+
+    def logged(loss: torch.Tensor, *rest: Any, **options: Any) -> None:
+        with log.open("a") as file:
+            print(os.getpid(), file=file)
+        backward(loss, *rest, **options)
+
+    def build() -> tuple:
+        data = torch.linspace(-1, 1, 48).view(6, 8)
+        return torch.nn.Linear(8, 8), torch.nn.functional.mse_loss, lambda step: (data.roll(step), data)
+
+    monkeypatch.setattr(torch.Tensor, "backward", logged)
+    monkeypatch.setattr("cs336_systems.check.report.REFERENCES", {})
+    assert_right(NaiveDDP, build, only=("training", "tied weights"))
+    processes = {*map(int, log.read_text().split())}
+    assert len(processes - {os.getpid()}) == len(processes) == 4, "two ranks, two references"
+    monkeypatch.setattr("cs336_systems.check.ranks.has_autograd_threads", lambda: True)
+    with pytest.raises(UserError, match=r"has computed gradients beside a GPU.*CUDA_VISIBLE_DEVICES="):
+        check(make(DDP))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
