@@ -5,14 +5,13 @@ from typing import Any
 import click
 from rich.text import Text
 
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import peak_bytes, rank_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
 from cs336_systems.cost.step_time import fullest_stages
-from cs336_systems.cost.template import fill_file
+from cs336_systems.cost.template import Total, fill_file, json_option, new_table, print_json, print_page
 from cs336_systems.host.console import console, format_bytes
 
 

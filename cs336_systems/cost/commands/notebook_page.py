@@ -8,11 +8,11 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.template import new_table, print_json
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, flag
 from cs336_systems.presets import model_preset

@@ -7,7 +7,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import as_options, plan_options, plural, take, tokens_option, training, worded
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
@@ -17,7 +16,8 @@ from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, Space, placement
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.host.console import console, format_bytes, format_count, format_seconds, options, progress
+from cs336_systems.cost.template import json_option, new_table, print_json, print_page, print_warnings
+from cs336_systems.host.console import console, format_seconds, options, progress
 
 SECONDS = 400e-6  # estimate for a configuration, until the first ones are timed
 SHOWN = 6  # values of one choice, and reasons, that are printed
@@ -152,13 +152,12 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
 
 def _best(found: Search, narrow: bool) -> Table:
     """The best configurations, a column for the layout, and one for others of the same time and memory if any has."""
-    columns = ["", "step", "MFU", "tokens/s", "memory", "<layout", "<recompute", "?<in a node"]
+    columns = [":2", "step:s", "MFU:.1%", "tokens/s:n", "memory:b", "<layout", "<recompute", "?<in a node"]
     merged, rows = any(each.alike for each in found.best), []
     for number, each in enumerate(found.best, 1):
-        layout = each.plan.short() + ("*" if _other_order(each) and narrow else "")
-        cells = [format_seconds(each.step.total), f"{each.step.mfu:.1%}", format_count(each.rate)]
-        cells += [format_bytes(each.memory), layout, RECOMPUTE_NAMES[each.step.config.recompute], each.placement]
-        rows.append([f"{number:2}", *cells, *[_alike(each)] * merged])
+        layout, recompute = each.plan.short() + "*" * (_other_order(each) and narrow), each.step.config.recompute
+        words = [layout, RECOMPUTE_NAMES[recompute], each.placement, *[_alike(each)] * merged]
+        rows.append([number, each.step.total, each.step.mfu, each.rate, each.memory, *words])
     return new_table([*columns, *["~or"] * merged], rows, narrow=narrow)
 
 
@@ -177,20 +176,19 @@ def _alike(each: Candidate) -> str:
 
 def _losses(found: Search, narrow: bool) -> Table:
     """For each value of each choice how much slower its best is, and why."""
-    rows: list[list[str] | None] = []
+    rows: list[list[Any] | None] = []
     for axis in AXES:
         losses = [each for each in found.losses if each.axis == axis]
         if len(losses) < 2:
             continue
         for place, each in enumerate(losses[:SHOWN]):
-            factor = "-" if each.best is None else f"x {each.factor:.3f}"
-            slower = format_seconds(each.net) if each.net else "-" if each.best is None else ""
+            slower = [f"x {each.factor:.3f}", each.net or None] if each.best else ["-", "-"]
             name = "" if place else _AXIS_NAMES.get(axis, axis)
-            rows.append([name, choice_text(axis, each.value), factor, slower, _why(each)])
+            rows.append([name, choice_text(axis, each.value), *slower, _why(each)])
         if len(losses) > SHOWN:
             rows.append(["", f"{len(losses) - SHOWN} more", "", "", "slower than these, or too large"])
         rows.append(None)
-    return new_table(["choice", "<value", "?factor", "slower by", "~why its best loses"], rows, narrow=narrow)
+    return new_table(["choice", "<value", "?factor", "slower by:s", "~why its best loses"], rows, narrow=narrow)
 
 
 def _why(each: Loss) -> str:

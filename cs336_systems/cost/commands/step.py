@@ -7,14 +7,13 @@ from rich.bar import Bar
 from rich.table import Table
 
 from cs336_systems.cost.capacity import describe_parts
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request, tokens_option, training, worded
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
-from cs336_systems.cost.template import fill_file
+from cs336_systems.cost.template import Total, fill_file, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.host.console import console, format_seconds
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides

@@ -8,13 +8,13 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.notebook_page import printed_notebook
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
 from cs336_systems.cost.operator_time import TimedPart, Timing
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
+from cs336_systems.cost.template import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.host.console import console, format_bytes, format_count
 
 WIDE = 120  # characters of the whole table; a narrower screen leaves out the columns marked with `?`
