@@ -7,12 +7,12 @@ evenly over stages, and the order in which axes fill a node.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import gcd, prod
+from math import ceil, gcd, prod
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_divides, check_experts, check_spread
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, Recompute
 
 # Megatron's order of ranks: neighbours in tp are neighbours in the node.
 ORDER = ("tp", "cp", "ep", "dp", "pp")
@@ -133,6 +133,13 @@ class Plan:
     def only(self, *names: str, microbatches: int = 1) -> "Plan":
         """A plan with these fields of this one and so many microbatches, one object for the same values: for caches."""
         return _only(tuple((name, getattr(self, name)) for name in names), self.micro_batch * self.ep * microbatches)
+
+    def recomputed(self, config: ModelConfig, group: str, times: int) -> list[tuple[Recompute, int]]:
+        """(recomputation, count) of `times` blocks: only every n-th recomputes. Embedding and head never do."""
+        if group in ("embedding", "head"):
+            return [("none", times)]
+        again = ceil(times / self.recompute_nth)
+        return [(name, count) for name, count in ((config.recompute, again), ("none", times - again)) if count]
 
     def local(self, *axes: str, node: int) -> int:
         """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""

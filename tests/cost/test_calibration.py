@@ -28,7 +28,7 @@ def run(width: int, seq: int, **plan) -> TrainingRun:
     config = ModelConfig(
         vocab_size=8192, context_length=seq, d_model=width, d_ff=4 * width, num_layers=4, num_heads=width // 64
     )
-    return TrainingRun(f"{width} {seq} {plan}", config, Plan(**plan), seq, A100, None)
+    return TrainingRun(config, Plan(**plan), seq, A100, f"{width} {seq} {plan}", None)
 
 
 RUNS = [

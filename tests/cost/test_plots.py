@@ -9,7 +9,7 @@ from cs336_systems.cost.machines import Constants, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
-from cs336_systems.cost.step_time import stage_weights, step_time
+from cs336_systems.cost.step_time import Case, stage_weights, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import model_preset
 
@@ -74,7 +74,7 @@ def test_the_published_runs_have_their_published_utilisation():
 
 # Scaling.
 
-SMALL = scaling.Study(model_preset("2.7B"), 1024, A100, Plan(zero=1))
+SMALL = Case(model_preset("2.7B"), Plan(zero=1), 1024, A100)
 
 
 def test_plans_use_all_accelerators_the_whole_batch_and_fit():

@@ -15,6 +15,7 @@ from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.step_time import Case
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import options
 from cs336_systems.host.text import printable
@@ -86,7 +87,7 @@ def scaling_command(
         raise UserError(f"--least {least} is more than --most {most}")
     pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine(name)
     base = Plan(zero=zero, overlap=system.overlap, stack=name)
-    study = scaling.Study(config, config.context_length, system, base)
+    study = Case(config, base, config.context_length, system)
     counts = [least << k for k in range((most // least).bit_length())]
     _write(scaling.draw(study, counts, batch_size, per_gpu, pairs), out)
 

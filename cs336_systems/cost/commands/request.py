@@ -16,29 +16,17 @@ from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.shape import MOST
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.cost.step_time import StepTime, recomputed, step_time
+from cs336_systems.cost.step_time import Case
 from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import finite, flag, format_count, format_seconds, options
-from cs336_systems.presets import ModelConfig
 
 
 @dataclass(frozen=True)
-class Request:
-    """A model on a plan on a machine, checked to divide; `title` names the preset that the model began as."""
+class Request(Case):
+    """A case that was checked to divide; `title` names the preset that the model began as."""
 
     title: str
-    config: ModelConfig
-    plan: Plan
-    system: System
-
-    @property
-    def seq(self) -> int:
-        return self.config.context_length
-
-    @property
-    def args(self) -> tuple[ModelConfig, Plan, int, System]:
-        return self.config, self.plan, self.seq, self.system
 
     @property
     def parameters(self) -> int:
@@ -50,11 +38,8 @@ class Request:
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
             for group, count in groups
-            for recompute, times in recomputed(config, plan, group, count)
+            for recompute, times in plan.recomputed(config, group, count)
         ]
-
-    def step(self) -> StepTime:
-        return step_time(*self.args)
 
     def warnings(self) -> list[str]:
         """Ways in which a prediction lies outside the fitted domain."""
@@ -112,7 +97,7 @@ def take_request(given: dict[str, Any]) -> Request:
         raise UserError(f"--recompute-nth {plan.recompute_nth} needs --recompute selective or full, which it thins out")
     system = machine.machine(name)
     system.check_fp8(checked.fp8)
-    return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
+    return Request(*STACKS[name].shape(config, plan.plan(system)), config.context_length, system, model.title)
 
 
 def as_options(settings: Any) -> list[str]:

@@ -99,7 +99,7 @@ def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     if seconds is None and logged.sample_ms:
         seconds = logged.sample_ms * plan.global_batch / 1e3
     notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
-    return TrainingRun(logged.name, given.model, plan, seq, given.system, seconds, notes)
+    return TrainingRun(given.model, plan, seq, given.system, logged.name, seconds, notes)
 
 
 def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
