@@ -11,7 +11,7 @@ from math import ceil, log2, sqrt
 from typing import Any
 
 from cs336_systems.cost.closed_forms import zero_memory
-from cs336_systems.cost.course.answers import Numbers, given, require, require_format
+from cs336_systems.cost.course.answers import given, require, require_format
 from cs336_systems.cost.machines import GIB, system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig, model_preset
@@ -191,10 +191,3 @@ def xxl_batch(
     on_mesh = 1 <= best_x <= N
     tp_too_slow = None if bound else tp_share
     return locals()
-
-
-MEMORY: dict[str, Numbers] = {
-    "zero1-traffic": zero1_traffic, "optimizer-memory": optimizer_memory, "fsdp-memory": fsdp_memory,
-    "pass-memory": pass_memory, "attention-memory": attention_memory, "checkpointing": checkpointing,
-}  # fmt: skip
-XXL: dict[str, Numbers] = {"xxl-memory": xxl_memory, "xxl-fsdp": xxl_fsdp, "xxl-batch": xxl_batch}
