@@ -112,17 +112,17 @@ class TrainingRun(Case):
 
     def seconds_by(self, constants: Constants) -> float:
         """Predicted seconds of a step with other constants."""
-        return self.under(constants).step().total
+        return self.under(constants).step.total
 
     @property
     def error(self) -> float | None:
         """Predicted over measured seconds, less one; None where nobody measured."""
-        return self.step().total / self.seconds - 1 if self.seconds else None
+        return self.step.total / self.seconds - 1 if self.seconds else None
 
     @property
     def in_range(self) -> bool:
         """True if the measured time lies in the predicted range."""
-        low, high = time_range(self.step())
+        low, high = time_range(self.step)
         return self.seconds is not None and low <= self.seconds <= high
 
 

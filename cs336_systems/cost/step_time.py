@@ -11,7 +11,7 @@ reduce-scatters every microbatch's gradients (Rajbhandari et al., arXiv:1910.020
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -47,7 +47,9 @@ class Case:
     def args(self) -> tuple[ModelConfig, Plan, int, System]:
         return self.config, self.plan, self.seq, self.system
 
+    @cached_property
     def step(self) -> "StepTime":
+        """The prediction. Raises UserError for a plan that does not divide the model."""
         return step_time(*self.args)
 
 
@@ -138,9 +140,14 @@ def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) 
 
 
 def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> Seconds:
-    """Seconds of one microbatch on a rank of a stage, all chunks together."""
-    total = Seconds(messages=_messages(config, plan, seq, system))
-    rank = Rank(config, plan.alone(), seq)
+    """Seconds of one microbatch on a rank of a stage, all chunks together. It enters and leaves each chunk by messages,
+    both ways; tp ranks send parts."""
+    total, rank = Seconds(), Rank(config, plan.alone(), seq)
+    if plan.pp > 1:
+        nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
+        near = plan.local("pp", node=system.node) == plan.pp
+        seen = system.constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
+        total = Seconds(messages=2 * plan.chunks * seen * message_seconds(nbytes, near, system))
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
     for group, count in stage_groups(config, plan, stage):
         for recompute, times in plan.recomputed(config, group, count):
@@ -172,16 +179,6 @@ def _sending(
     for one in (*sent, *repeated(rank, group, recompute).sent):
         spent[one.axis] += waiting_seconds(one, *groups[one.axis], overlap, system)
     return Seconds(**spent)
-
-
-def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> float:
-    """Seconds of messages: a microbatch enters and leaves each chunk of a stage, both ways; tp ranks send parts."""
-    if plan.pp == 1:
-        return 0.0
-    nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
-    near = plan.local("pp", node=system.node) == plan.pp
-    seen = system.constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
-    return 2 * plan.chunks * seen * message_seconds(nbytes, near, system)
 
 
 def gradient_bytes(plan: Plan) -> int:

@@ -55,7 +55,7 @@ def test_the_table_adds_up_to_the_step(printed, name):
     """On one stage; a pipeline's stages are asked for one by one."""
     options = [*REQUESTS[name], *(["--pp", "1", "--chunks", "1"] if name == "gpt" else [])]
     request, table = asked(*options), json.loads(printed("table", *options, "--json"))
-    parts, total = request.step().parts, table["total"]
+    parts, total = request.step.parts, table["total"]
     sends = sum(parts[each] for each in ("tensor-parallel", "context-parallel", "expert-parallel"))
     computing = parts["forward"] + parts["backward"] + parts["recompute"] + sends
     listed = sum(total[f"{each}_seconds"] for each in ("forward", "backward", "recompute"))
@@ -181,7 +181,7 @@ def test_hfu_counts_blocks_twice_under_full_recomputation():
     request = asked(*GPT, "--recompute", "full")
     parts = forward_flops(request.config, 1, request.seq)
     again = sum(parts.values()) - parts["head"]
-    assert hfu(request.step()) / request.step().mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
+    assert hfu(request.step) / request.step.mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
     assert hfu(asked(*GPT).step()) == asked(*GPT).step().mfu
 
 

@@ -110,7 +110,7 @@ class Derivation:
     """A predicted step with the numbers behind it: the slowest stage, and its groups of operators timed."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.step = request, request.step()
+        self.request, self.step = request, request.step
         self.plan, self.system = request.plan, request.system
         stage = request.config, request.plan, request.seq, self.step.stage
         self.stage = step_time.stage_seconds(*stage, request.system)

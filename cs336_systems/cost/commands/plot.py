@@ -59,7 +59,7 @@ def roofline_command(out: Path, **given: Any) -> None:
 def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> None:
     """Parts of a step of a plan. With --out alone: of the runs of arXiv:2205.05198, table 5."""
     asked = ParameterSource.COMMANDLINE in map(context.get_parameter_source, given)
-    bars = [breakdown.Bar("as asked", _warned(take_request(given)).step())] if asked else breakdown.published()
+    bars = [breakdown.Bar("as asked", _warned(take_request(given)).step)] if asked else breakdown.published()
     _write(breakdown.draw(bars), out)
 
 

@@ -26,7 +26,7 @@ BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without 
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """Time of one step, by what it is spent on, tokens per second, MFU, and memory."""
     request = take_request(given)
-    step = request.step()
+    step = request.step
     found = step_record(request, step)
     if tokens:
         found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)

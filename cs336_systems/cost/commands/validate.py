@@ -48,7 +48,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
 
 
 def _record(run: TrainingRun) -> dict[str, Any]:
-    step, need = run.step(), sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
+    step, need = run.step, sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
     (low, high), (least, most) = time_range(step), run.stack.bytes(need)
     return {
         "id": run.given["id"], "t_iter_s": run.seconds, "predicted_s": step.total, "low_s": low, "high_s": high,
@@ -69,7 +69,7 @@ def notes(run: TrainingRun) -> list[str]:
 def _print_runs(screen: Console, runs: list[TrainingRun]) -> None:
     rows = []
     for run in runs:
-        step, off = run.step(), "-" if run.error is None else run.error
+        step, off = run.step, "-" if run.error is None else run.error
         names, (low, high) = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.stack], time_range(step)
         rows.append(
             [*names, run.plan.short(), run.seconds or "-", step.total, f"{low:.4g} to {high:.4g}", off, step.mfu]

@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 def published() -> list[Bar]:
     """The runs of `data/published_runs.json` that arXiv:2205.05198 has in table 5."""
     runs = [run for run in read_runs(PUBLISHED) if run.id.startswith(KORTHIKANTI)]
-    return [Bar(run.id.removeprefix(KORTHIKANTI), run.step(), run.seconds) for run in runs]
+    return [Bar(run.id.removeprefix(KORTHIKANTI), run.step, run.seconds) for run in runs]
 
 
 def multiples(step: StepTime) -> dict[str, float]:
