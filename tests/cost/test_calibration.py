@@ -39,7 +39,7 @@ RUNS = [
 
 
 def observed(runs, truth) -> list[Observation]:
-    times = [each.under(truth).step().total for each in runs]
+    times = [each.under(truth).step.total for each in runs]
     return [
         each for one, seconds in zip(runs, times, strict=True) for each in observe_step(replace(one, seconds=seconds))
     ]

@@ -150,7 +150,7 @@ def test_sizes_beyond_any_model_are_refused(run):
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_step_is_peak_and_losses(printed, name):
-    predicted, found = asked(*REQUESTS[name]).step(), json.loads(printed("step", *REQUESTS[name], "--json"))
+    predicted, found = asked(*REQUESTS[name]).step, json.loads(printed("step", *REQUESTS[name], "--json"))
     least = predicted.model_flops / (predicted.plan.ranks * predicted.system.peak(predicted.plan.number))
     assert found["losses"]["at_peak"] == pytest.approx(least, rel=1e-12)
     assert sum(found["losses"].values()) == pytest.approx(predicted.total, rel=1e-12)
@@ -182,7 +182,7 @@ def test_hfu_counts_blocks_twice_under_full_recomputation():
     parts = forward_flops(request.config, 1, request.seq)
     again = sum(parts.values()) - parts["head"]
     assert hfu(request.step) / request.step.mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
-    assert hfu(asked(*GPT).step()) == asked(*GPT).step().mfu
+    assert hfu(asked(*GPT).step) == asked(*GPT).step.mfu
 
 
 def test_constants_of_a_file(printed, tmp_path):

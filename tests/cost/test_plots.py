@@ -86,7 +86,7 @@ def test_plans_use_all_accelerators_the_whole_batch_and_fit():
     assert {plan.micro_batch for _, plan in found if plan.pp == 1} == {1, 2}
     assert {config.recompute for config, _ in found} == {"none", "attention", "segments"}
     assert all(fits(config, plan, 1024, A100) for config, plan in found)
-    assert not list(scaling.plans(SMALL._replace(config=GPT3), 8, 8, [(1, 1), (8, 1)]))
+    assert not list(scaling.plans(replace(SMALL, config=GPT3), 8, 8, [(1, 1), (8, 1)]))
 
 
 def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
@@ -104,7 +104,7 @@ def test_a_model_that_fits_nowhere_gets_one_line():
     with pytest.raises(
         UserError, match=r"on 8 to 16 x A100-80GB no plan .* batch of 8 to 16 sequences: start from more"
     ):
-        scaling.curves(SMALL._replace(config=GPT3), [8, 16], [8, 16], [(1, 1)])
+        scaling.curves(replace(SMALL, config=GPT3), [8, 16], [8, 16], [(1, 1)])
 
 
 # Degrees.
