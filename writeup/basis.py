@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.records import Record
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_text, printable
 from cs336_systems.presets import COURSE_YEARS, course_sizes, preset

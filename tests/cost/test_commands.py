@@ -14,11 +14,10 @@ from cs336_systems.cost.commands.explain import AXES, PASSES, Derivation, explai
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question
-from cs336_systems.cost.flops import forward_flops, least_forward_flops
+from cs336_systems.cost.flops import count_parameters, forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
 from cs336_systems.cost.notebook.tables import Notebook, as_records
 from cs336_systems.cost.operator_time import collective_seconds
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan_memory import peak_bytes
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.console import format_bytes, format_seconds

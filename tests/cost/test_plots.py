@@ -64,12 +64,12 @@ def test_multiples_add_up_to_the_inverse_of_mfu():
 
 def test_the_published_runs_have_their_published_utilisation():
     bars = breakdown.published()
-    assert [bar.name for bar in bars[2:4]] == ["175B-full", "175B-sel+sp"]
-    assert [bar.step.config.recompute for bar in bars[:8]] == ["segments", "attention"] * 4
-    mfu = [bar.step.mfu * bar.step.total / bar.measured for bar in bars[1:8:2]]
+    assert [bar.id for bar in bars[2:4]] == ["175B-full", "175B-sel+sp"]
+    assert [bar.config.recompute for bar in bars[:8]] == ["segments", "attention"] * 4
+    mfu = [bar.step.mfu * bar.step.total / bar.seconds for bar in bars[1:8:2]]
     # Half a unit of the last printed digit: of the percentage, and of 1.10 seconds.
     assert mfu == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.0005, rel=0.005 / 1.10)
-    assert [bar.step.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
+    assert [bar.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
 
 
 # Scaling.

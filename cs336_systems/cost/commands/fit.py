@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.table import Table
 
-from cs336_systems.cost.commands.request import take
+from cs336_systems.cost.commands.request import on_command_line, take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
@@ -51,8 +50,7 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     No log names its machine: give --system. Options of model and plan give what a log lacks, and override it. The fit
     starts from --constants, or from those of the runs' stack.
     """
-    named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
+    named, asked, machine = on_command_line(context), take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
     model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})

@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
+from cs336_systems.cost.commands.request import on_command_line
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.operator_time import timed_part
@@ -26,8 +26,7 @@ def printed_notebook(context: click.Context, as_json: bool) -> bool:
     """Print the notebook, if its preset is asked for. Raises UserError for options beside it: it has its own sizes."""
     if context.params["size"].lower() != SEED:
         return False
-    given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    if strange := sorted(given - {"size", "as_json"}):
+    if strange := sorted(on_command_line(context) - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
     notebook = nb.Notebook()
     if as_json:

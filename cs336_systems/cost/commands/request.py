@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.domain import warnings
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import TimedPart, timed_part
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.shape import MOST
@@ -74,6 +75,11 @@ def take(settings: type, given: dict[str, Any]) -> Any:
     if huge := [name for name, value in taken.items() if isinstance(value, int) and value > MOST]:
         raise UserError(f"{flag(huge[0])} has {len(str(taken[huge[0]]))} digits: give 10^15 at most")
     return settings(**taken)
+
+
+def on_command_line(context: click.Context) -> set[str]:
+    """Names of the options and arguments that were given."""
+    return {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:

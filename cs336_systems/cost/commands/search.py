@@ -10,7 +10,7 @@ from rich.table import Table
 from cs336_systems.cost.commands.request import as_options, plan_options, plural, take, tokens_option, training, worded
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import Candidate, Search, search

@@ -13,8 +13,8 @@ from math import ceil, floor, log2, sqrt
 from typing import Any
 
 from cs336_systems.cost.course.answers import given, require
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import model_preset
 
 _MODEL, SYSTEM = model_preset("xl", 2026), system_preset("H100")

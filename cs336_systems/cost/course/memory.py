@@ -12,8 +12,8 @@ from typing import Any
 
 from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.cost.course.answers import given, require, require_format
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import GIB, system_preset
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.traffic import TRAFFIC
 

@@ -95,7 +95,9 @@ def fit(
         r, slopes = logs(x), _slopes(weighted, x)
         covariance = np.linalg.inv(slopes.T @ slopes)
         leverage = np.einsum("ij,jk,ik->i", slopes[:count], covariance, slopes[:count])
-        new = _weights(r, least)
+        # Runs far above the usual error weigh less.
+        usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if count >= ENOUGH else np.inf
+        new = np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
         free = float(new.sum() - leverage.sum())
         scatter = max(least, float(np.sqrt(new @ r**2 / free))) if free > 1 else least
         if abs(scatter / noise - 1) < 0.01 and np.abs(new - weights).max() < 0.01:
@@ -106,12 +108,6 @@ def fit(
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
     zeros = tuple(name for name in NAMES if name in which and name not in names)
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
-
-
-def _weights(r: Array, least: float) -> Array:
-    """Weights of observations with these errors: 1, or less for those far above the usual error."""
-    usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if len(r) >= ENOUGH else np.inf
-    return np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
 
 
 def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:
