@@ -44,7 +44,8 @@ def test_the_law_is_found_again():
 
 def test_one_product_that_was_held_up_does_not_bend_it():
     spoiled = timed(20.0, 0.05, 2e-6)
-    spoiled[3] = spoiled[3]._replace(seconds=10 * spoiled[3].seconds)
+    *size, seconds = spoiled[3]
+    spoiled[3] = (*size, 10 * seconds)
     law = fit_law(spoiled, 2 * TILE, 2e-6)
     assert (law.ramp, law.wave) == (20.0, 0.05)
     assert law.rate == pytest.approx(LAPTOP.rate(4))

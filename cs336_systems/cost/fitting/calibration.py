@@ -16,8 +16,9 @@ prediction would have without its own measurement: r / (1 - h), for a residual r
 model is linear (Allen, Technometrics 16(1), 1974).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp
 
 import numpy as np
@@ -79,20 +80,21 @@ def fit(
     names, least, count = _fitted(prior, which), noise, len(observations)
     weights = np.ones(count)
 
-    def constants(x: Array) -> Constants:
+    def constants(x: Iterable[float]) -> Constants:
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
 
-    def weighted(x: Array) -> Array:
-        """Square roots of the summands, by observation and then by constant."""
-        return np.concatenate([np.sqrt(weights) * logs(x) / noise, x / width])
-
-    def logs(x: Array) -> Array:
+    @cache  # with other weights and noise the minimisation comes to the same places again
+    def ratios(*x: float) -> Array:
         at = constants(x)
         return np.array([log_ratio(each, at) for each in observations])
 
-    before, x = logs(np.zeros(len(names))), _minimum(weighted, len(names), width)
+    def weighted(x: Array) -> Array:
+        """Square roots of the summands, by observation and then by constant."""
+        return np.concatenate([np.sqrt(weights) * ratios(*x.tolist()) / noise, x / width])
+
+    before, x = ratios(*[0.0] * len(names)), _minimum(weighted, len(names), width)
     for _ in range(REPEATS):
-        r, slopes = logs(x), _slopes(weighted, x)
+        r, slopes = ratios(*x.tolist()), _slopes(weighted, x)
         covariance = np.linalg.inv(slopes.T @ slopes)
         leverage = np.einsum("ij,jk,ik->i", slopes[:count], covariance, slopes[:count])
         # Runs far above the usual error weigh less.
