@@ -20,6 +20,7 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 # Transfers that run while layers compute. "data": those of data parallelism. "all": also gathers and scatters of
 # sequence parallelism, cut into parts that overlap with their GEMMs, and messages between interleaved stages.
 Overlap = Literal["none", "data", "all"]
+OVERLAPS = get_args(Overlap)
 
 # Megatron-LM's names of recomputation, and this project's; and the other way round.
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
@@ -67,8 +68,8 @@ class Plan:
     recompute_nth: int = 1  # only every n-th block recomputes
 
     def __post_init__(self) -> None:
-        if self.overlap not in get_args(Overlap):
-            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(get_args(Overlap))}")
+        if self.overlap not in OVERLAPS:
+            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(OVERLAPS)}")
         if sorted(self.order) != sorted(ORDER):
             raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
         counts = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch", "recompute_nth")

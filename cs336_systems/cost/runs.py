@@ -102,13 +102,9 @@ class TrainingRun(Case):
     gib: float | None = None  # measured memory of a rank
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # its row in a list of runs
 
-    @property
-    def stack(self) -> Stack:
-        return STACKS[self.plan.stack]
-
     def under(self, constants: Constants) -> "TrainingRun":
         """Copy of the run, on the same machine with other constants."""
-        return replace(self, system=self.stack.on(self.system, constants))
+        return replace(self, system=STACKS[self.plan.stack].on(self.system, constants))
 
     def seconds_by(self, constants: Constants) -> float:
         """Predicted seconds of a step with other constants."""

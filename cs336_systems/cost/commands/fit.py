@@ -118,9 +118,12 @@ def constants_table(result: Calibration) -> Table:
 
 def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
     """Table of each measured time, and the errors of its predictions."""
-    logs = [*zip(fitted, result.before, result.after, result.left_out, strict=True)]
-    logs += [(each, log_ratio(each, result.prior), None, log_ratio(each, result.constants)) for each in apart]
-    rows = [[each.run.id, each.what, each.seconds, *(log and exp(log) - 1 for log in some)] for each, *some in logs]
+    logs: list[tuple[float | None, ...]] = [*zip(result.before, result.after, result.left_out, strict=True)]
+    logs += [(log_ratio(each, result.prior), None, log_ratio(each, result.constants)) for each in apart]
+    rows = [
+        [each.run.id, each.what, each.seconds, *(None if log is None else exp(log) - 1 for log in some)]
+        for each, some in zip((*fitted, *apart), logs, strict=True)
+    ]
     columns = ["~run", "<what", "measured:s", "before:+.1%", "after:+.1%", "if left out:+.1%"]
     return new_table(columns, rows, "Predicted against measured")
 

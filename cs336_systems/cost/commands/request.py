@@ -58,10 +58,9 @@ class Request(Case):
         again += f" ({', '.join(plan.recompute_modules)})" if plan.recompute_modules else ""
         again += f" in one block of {plan.recompute_nth}" if plan.recompute_nth > 1 else ""
         experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
-        names = {name: getattr(self, name) for name in ("title", "parameters", "config", "plan", "system")}
         words = {"again": again, "experts": experts, "shown": f": {', '.join(shown)}" if shown else ""}
         words["sequences"] = plural(plan.global_batch, "sequence")
-        return "\n".join(fill_file("request", names | words))
+        return "\n".join(fill_file("request", words | {"request": self}))
 
     def record(self) -> dict[str, Any]:
         model = {**asdict(self.config), "parameters": self.parameters}

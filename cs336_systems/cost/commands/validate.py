@@ -13,6 +13,7 @@ from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.runs import KEYS, PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import new_table, print_json
 from cs336_systems.host.console import console, format_bytes
 
@@ -49,7 +50,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
 
 def _record(run: TrainingRun) -> dict[str, Any]:
     step, need = run.step, sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
-    (low, high), (least, most) = time_range(step), run.stack.bytes(need)
+    (low, high), (least, most) = time_range(step), STACKS[run.plan.stack].bytes(need)
     return {
         "id": run.given["id"], "t_iter_s": run.seconds, "predicted_s": step.total, "low_s": low, "high_s": high,
         "mem_gib": run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most, "stack": run.plan.stack,
