@@ -55,9 +55,9 @@ def command(as_json: bool, **given: Any) -> None:
 def _print(request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
     screen, pp, need, room = console(), request.plan.pp, found["peak_bytes"], found["room_bytes"]
     places = {0: "first", pp - 1: "last"}
-    titles = [f"stage {stage} ({places.get(stage, 'between')})" for stage in stages] if pp > 1 else ["each rank"]
-    rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in next(iter(stages.values()))]
-    peak = Total(["peak", *(format_bytes(sum(each.values())) for each in stages.values())])
+    titles = [f"stage {stage} ({places.get(stage, 'between')}):b" for stage in stages] if pp > 1 else ["each rank:b"]
+    rows = [[part, *(each[part] for each in stages.values())] for part in next(iter(stages.values()))]
+    peak = Total(["peak", *(sum(each.values()) for each in stages.values())])
     where = f"on stage {found['fullest_stage']}, the fullest, " if pp > 1 else ""
     counted, left = fill_file("room", found | {"system": request.system, "where": where, "left": abs(room - need)})
     words = fit_verdict(need, found["low_bytes"], found["high_bytes"], room).rstrip(",")

@@ -67,12 +67,9 @@ def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
 
-    lines = []
-    for quantity in compared(notebook):
-        old, new = quantity["notebook"], quantity["corrected"]
-        lines.append([quantity["name"], quantity["unit"], f"{old:.4g}", f"{new:.4g}", f"{new / old:.2f}"])
-    title = f"One layer on one GPU, corrected: an {MACHINE}"
-    screen.print(new_table(["", "<unit", "the notebook", "corrected", "ratio"], lines, title))
+    lines = [[*quantity.values(), quantity["corrected"] / quantity["notebook"]] for quantity in compared(notebook)]
+    columns = ["", "<unit", "the notebook:.4g", "corrected:.4g", "ratio:.2f"]
+    screen.print(new_table(columns, lines, f"One layer on one GPU, corrected: an {MACHINE}"))
 
 
 def _grid(columns: list[str], title: str) -> Table:
