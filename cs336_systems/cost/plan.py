@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, gcd, prod
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
@@ -133,7 +134,7 @@ class Plan:
 
     def only(self, *names: str, microbatches: int = 1) -> "Plan":
         """A plan with these fields of this one and so many microbatches, one object for the same values: for caches."""
-        return _only(tuple((name, getattr(self, name)) for name in names), self.micro_batch * self.ep * microbatches)
+        return _only(names, attrgetter(*names)(self), self.micro_batch * self.ep * microbatches)
 
     def recomputed(self, config: ModelConfig, group: str, times: int) -> list[tuple[Recompute, int]]:
         """(recomputation, count) of `times` blocks: only every n-th recomputes. Embedding and head never do."""
@@ -144,7 +145,7 @@ class Plan:
 
     def local(self, *axes: str, node: int) -> int:
         """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""
-        held = _held(tuple((axis, getattr(self, axis)) for axis in self.order), node)
+        held = _held(self.order, attrgetter(*self.order)(self), node)
         return prod(held[axis] for axis in axes)
 
     def check(self, config: ModelConfig, seq: int) -> None:
@@ -186,16 +187,16 @@ class Plan:
 
 
 @lru_cache(maxsize=65536)
-def _only(fields: tuple[tuple[str, Any], ...], batch: int) -> Plan:
-    return Plan(**dict(fields), global_batch=batch)
+def _only(names: tuple[str, ...], values: tuple[Any, ...], batch: int) -> Plan:
+    return Plan(**dict(zip(names, values, strict=True)), global_batch=batch)
 
 
 @lru_cache(maxsize=4096)
-def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
-    if prod(size for _, size in degrees) <= node:  # one node holds all, whether it is full or not
-        return dict(degrees)
+def _held(order: tuple[str, ...], degrees: tuple[int, ...], node: int) -> dict[str, int]:
+    if prod(degrees) <= node:  # one node holds all, whether it is full or not
+        return dict(zip(order, degrees, strict=True))
     held, room = {}, node
-    for axis, size in degrees:
+    for axis, size in zip(order, degrees, strict=True):
         # The largest divisor of the degree that fits into what is left of the node.
         held[axis] = next(n for n in range(min(size, room), 0, -1) if size % n == 0 and room % n == 0)
         # If this axis does not fit whole, neighbours along all later axes are on different nodes.

@@ -54,6 +54,13 @@ def powers(seconds: float, **exponents: float) -> Observation:
     return Observation(replace(RUNS[0], id=str(exponents)), "step", seconds, predict)
 
 
+def test_a_fit_predicts_nothing_twice_with_the_same_constants():
+    used, (first, *others) = [], observed(RUNS, replace(CONSTANTS, product=0.7))
+    counted = replace(first, predict=lambda constants: used.append(constants) or first.predict(constants))
+    fit([counted, *others], which=("product", "memory"))
+    assert len(used) == len(set(used)) > 5
+
+
 def test_constants_are_recovered_from_what_the_model_says():
     which = ("product", "memory", "host", "inside", "between")
     truth = replace(CONSTANTS, product=0.7, memory=0.5, host=60e-6, inside=0.5, between=0.3)
