@@ -106,10 +106,6 @@ class TrainingRun(Case):
         """Copy of the run, on the same machine with other constants."""
         return replace(self, system=STACKS[self.plan.stack].on(self.system, constants))
 
-    def seconds_by(self, constants: Constants) -> float:
-        """Predicted seconds of a step with other constants."""
-        return self.under(constants).step.total
-
     @property
     def error(self) -> float | None:
         """Predicted over measured seconds, less one; None where nobody measured."""

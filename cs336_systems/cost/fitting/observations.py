@@ -92,7 +92,7 @@ def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
 def observe_step(run: TrainingRun) -> Iterator[Observation]:
     """The step of a run, if it was measured."""
     if run.seconds:
-        yield Observation(run, "step", run.seconds, run.seconds_by)
+        yield Observation(run, "step", run.seconds, lambda used: run.under(used).step.total)
 
 
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
