@@ -60,7 +60,7 @@ class StepTime(Case):
     stage: int
     parts: dict[str, float]
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.parts.values())
 
