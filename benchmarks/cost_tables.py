@@ -124,7 +124,7 @@ def families_table(runs: Sequence[TrainingRun]) -> str:
 def runs_table(runs: Sequence[TrainingRun]) -> str:
     """Predicted and measured seconds of some runs."""
     lines = []
-    for run, step in ((run, run.step()) for run in runs):
+    for run, step in ((run, run.step) for run in runs):
         cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{run.error:+.1%}", f"{step.mfu:.1%}"
         lines.append((run.id, f"{run.plan.ranks} {run.system.name}", *cells))
     return markdown(("run", "machines", "measured s", "predicted s", "error", "MFU"), lines, 4)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.cost.flops import backward_flops, least_forward_flops
+from cs336_systems.cost.flops import backward_flops, count_parameters, least_forward_flops
 from cs336_systems.cost.machines import System, nearest_system, system_preset
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.presets import ModelConfig, model_preset

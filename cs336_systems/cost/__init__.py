@@ -7,8 +7,13 @@ grew from, `course/` has the accounting questions of a course, and `fitting/` fi
 """
 
 from cs336_systems.cost.capacity import memory
-from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops, recompute_flops
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import (
+    backward_flops,
+    count_parameters,
+    forward_flops,
+    least_forward_flops,
+    recompute_flops,
+)
 from cs336_systems.cost.step import MODES, Hardware, Mode, predict
 
 __all__ = [

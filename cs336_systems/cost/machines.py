@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.plan import Overlap
+from cs336_systems.cost.plan import OVERLAPS, Overlap
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular, strict_json
@@ -188,7 +188,7 @@ def read_machine(path: Path) -> System:
     found = later | found if isinstance(found, dict) else {}
     if set(found) != set(kinds):
         raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
-    wanted = {"overlap": (f"one of {', '.join(get_args(Overlap))}", found["overlap"] in get_args(Overlap))}
+    wanted = {"overlap": (f"one of {', '.join(OVERLAPS)}", found["overlap"] in OVERLAPS)}
     wanted["name"] = "text", isinstance(found["name"], str)
     for name in ("sources", "measured"):
         wanted[name] = "an object of names and values", isinstance(found[name], dict)

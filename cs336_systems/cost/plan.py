@@ -7,12 +7,13 @@ evenly over stages, and the order in which axes fill a node.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import gcd, prod
+from math import ceil, gcd, prod
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_divides, check_experts, check_spread
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, Recompute
 
 # Megatron's order of ranks: neighbours in tp are neighbours in the node.
 ORDER = ("tp", "cp", "ep", "dp", "pp")
@@ -20,6 +21,7 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 # Transfers that run while layers compute. "data": those of data parallelism. "all": also gathers and scatters of
 # sequence parallelism, cut into parts that overlap with their GEMMs, and messages between interleaved stages.
 Overlap = Literal["none", "data", "all"]
+OVERLAPS = get_args(Overlap)
 
 # Megatron-LM's names of recomputation, and this project's; and the other way round.
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
@@ -67,8 +69,8 @@ class Plan:
     recompute_nth: int = 1  # only every n-th block recomputes
 
     def __post_init__(self) -> None:
-        if self.overlap not in get_args(Overlap):
-            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(get_args(Overlap))}")
+        if self.overlap not in OVERLAPS:
+            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(OVERLAPS)}")
         if sorted(self.order) != sorted(ORDER):
             raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
         counts = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch", "recompute_nth")
@@ -132,11 +134,18 @@ class Plan:
 
     def only(self, *names: str, microbatches: int = 1) -> "Plan":
         """A plan with these fields of this one and so many microbatches, one object for the same values: for caches."""
-        return _only(tuple((name, getattr(self, name)) for name in names), self.micro_batch * self.ep * microbatches)
+        return _only(names, attrgetter(*names)(self), self.micro_batch * self.ep * microbatches)
+
+    def recomputed(self, config: ModelConfig, group: str, times: int) -> list[tuple[Recompute, int]]:
+        """(recomputation, count) of `times` blocks: only every n-th recomputes. Embedding and head never do."""
+        if group in ("embedding", "head"):
+            return [("none", times)]
+        again = ceil(times / self.recompute_nth)
+        return [(name, count) for name, count in ((config.recompute, again), ("none", times - again)) if count]
 
     def local(self, *axes: str, node: int) -> int:
         """Number of ranks of a group along some axes that share a node, if ranks fill nodes in the plan's order."""
-        held = _held(tuple((axis, getattr(self, axis)) for axis in self.order), node)
+        held = _held(self.order, attrgetter(*self.order)(self), node)
         return prod(held[axis] for axis in axes)
 
     def check(self, config: ModelConfig, seq: int) -> None:
@@ -178,16 +187,16 @@ class Plan:
 
 
 @lru_cache(maxsize=65536)
-def _only(fields: tuple[tuple[str, Any], ...], batch: int) -> Plan:
-    return Plan(**dict(fields), global_batch=batch)
+def _only(names: tuple[str, ...], values: tuple[Any, ...], batch: int) -> Plan:
+    return Plan(**dict(zip(names, values, strict=True)), global_batch=batch)
 
 
 @lru_cache(maxsize=4096)
-def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
-    if prod(size for _, size in degrees) <= node:  # one node holds all, whether it is full or not
-        return dict(degrees)
+def _held(order: tuple[str, ...], degrees: tuple[int, ...], node: int) -> dict[str, int]:
+    if prod(degrees) <= node:  # one node holds all, whether it is full or not
+        return dict(zip(order, degrees, strict=True))
     held, room = {}, node
-    for axis, size in degrees:
+    for axis, size in zip(order, degrees, strict=True):
         # The largest divisor of the degree that fits into what is left of the node.
         held[axis] = next(n for n in range(min(size, room), 0, -1) if size % n == 0 and room % n == 0)
         # If this axis does not fit whole, neighbours along all later axes are on different nodes.

@@ -128,7 +128,7 @@ def _working(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tuple[flo
         found = sum(
             share * n * unit(plain if recompute == "none" else config, alone, seq, group).kept
             for group, count in blocks_of
-            for recompute, n in step_time.recomputed(config, plan, group, count)
+            for recompute, n in plan.recomputed(config, group, count)
         )
         kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == plan.chunks - 1 else 0.0))
     live = live_passes(stage, plan.pp, plan.microbatches, plan.chunks)

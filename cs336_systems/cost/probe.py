@@ -116,15 +116,6 @@ def probe(device: torch.device, precision: Precision, name: str, budget: float =
     return Hardware(name, best, copy, origin, launch, touch, asynchronous=device.type == "cuda")
 
 
-class TimedGemm(NamedTuple):
-    """A GEMM (rows inner) x (inner columns), and its time."""
-
-    rows: int
-    inner: int
-    columns: int
-    seconds: float
-
-
 class GemmLaw(NamedTuple):
     """FLOP/s of very large GEMMs, the losses of small ones, and the error of this description."""
 
@@ -134,9 +125,10 @@ class GemmLaw(NamedTuple):
     error: float  # mean |log(predicted / measured)|: 0.1 is about 10%
 
 
-def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
-    """Fit the law of `operator_time.product_rate` to some GEMMs, small and large ones counting alike. `tile` is the
-    number of elements that all processors compute at once, `start` the seconds to launch an operator."""
+def fit_law(timed: Sequence[tuple[int, int, int, float]], tile: float, start: float) -> GemmLaw:
+    """Fit the law of `operator_time.product_rate` to some GEMMs, each (rows, inner, columns, seconds), small and large
+    ones counting alike. `tile` is the number of elements that all processors compute at once, `start` the seconds to
+    launch an operator."""
 
     def fitted(ramp: float, wave: float) -> GemmLaw:
         logs = []
@@ -218,7 +210,7 @@ def measure_products(
             f"products took {slower:.1f} x their best: other programs are running, figures may be low", stacklevel=2
         )
     best, tile = {key: min(each) for key, each in laps.items()}, TILE * processors_of(device)
-    return {width: fit_law([TimedGemm(*size, best[width, size]) for size in sizes], tile, start) for width in (2, 4)}
+    return {width: fit_law([(*size, best[width, size]) for size in sizes], tile, start) for width in (2, 4)}
 
 
 def memory_rates(device: torch.device, budget: float) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.shape import MOST, wider
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import Case, step_time
 from cs336_systems.cost.template import read_data
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, model_preset
@@ -93,43 +93,28 @@ def _number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class TrainingRun:
+class TrainingRun(Case):
     """A training run; `seconds` of a step are None where nobody measured it."""
 
     id: str
-    config: ModelConfig
-    plan: Plan
-    seq: int
-    system: System
     seconds: float | None
     notes: tuple[str, ...] = ()
     gib: float | None = None  # measured memory of a rank
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # its row in a list of runs
 
-    @property
-    def stack(self) -> Stack:
-        return STACKS[self.plan.stack]
-
     def under(self, constants: Constants) -> "TrainingRun":
         """Copy of the run, on the same machine with other constants."""
-        return replace(self, system=self.stack.on(self.system, constants))
-
-    def seconds_by(self, constants: Constants) -> float:
-        """Predicted seconds of a step with other constants."""
-        return self.under(constants).step().total
-
-    def step(self) -> StepTime:
-        return step_time(self.config, self.plan, self.seq, self.system)
+        return replace(self, system=STACKS[self.plan.stack].on(self.system, constants))
 
     @property
     def error(self) -> float | None:
         """Predicted over measured seconds, less one; None where nobody measured."""
-        return self.step().total / self.seconds - 1 if self.seconds else None
+        return self.step.total / self.seconds - 1 if self.seconds else None
 
     @property
     def in_range(self) -> bool:
         """True if the measured time lies in the predicted range."""
-        low, high = time_range(self.step())
+        low, high = time_range(self.step)
         return self.seconds is not None and low <= self.seconds <= high
 
 
@@ -193,7 +178,7 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
     if row.get("gpus", plan.ranks) != plan.ranks:
         notes.append(f"gpus {row['gpus']} is not tp x pp x dp x cp = {plan.ranks}, which is taken")
     said = {"id": name} | {key: value for key, value in given.items() if value is not None}
-    return TrainingRun(name, config, plan, seq, system, row.get("t_iter_s"), tuple(notes), row.get("mem_gib"), said)
+    return TrainingRun(config, plan, seq, system, name, row.get("t_iter_s"), tuple(notes), row.get("mem_gib"), said)
 
 
 def _config(row: dict[str, Any], system: System) -> ModelConfig:

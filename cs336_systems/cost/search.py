@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
 from cs336_systems.cost.search_space import AXES, RECOMPUTES, Choice, Degrees, Space, placement
-from cs336_systems.cost.step_time import PARTS, StepTime, step_time
+from cs336_systems.cost.step_time import PARTS, Case
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import check_experts
@@ -28,32 +28,28 @@ LIMIT = 30_000
 _REFINED = 20  # best configurations of a space that was cut, around which the rest is tried as well
 
 
-def choices(config: ModelConfig, plan: Plan, place: str) -> dict[str, Any]:
-    """The value of each of `AXES`."""
-    own = {"recompute": config.recompute, "placement": place}
-    return {axis: own[axis] if axis in own else getattr(plan, axis) for axis in AXES}
-
-
 @dataclass(frozen=True)
-class Candidate:
-    """A configuration that runs: its time, and the bytes of its fullest rank."""
+class Candidate(Case):
+    """A configuration that divides, and the bytes of its fullest rank, which may be too many."""
 
-    step: StepTime
     memory: float
     placement: str
     alike: tuple["Candidate", ...] = ()  # others of the same time and memory
 
     @property
-    def plan(self) -> Plan:
-        return self.step.plan
+    def lacks(self) -> float:
+        """Bytes of memory that are missing; below zero if it fits."""
+        return self.memory - usable_memory(self.system)
 
     @property
     def rate(self) -> float:
-        return self.plan.global_batch * self.step.seq / self.step.total
+        return self.plan.global_batch * self.seq / self.step.total
 
     @property
     def values(self) -> dict[str, Any]:
-        return choices(self.step.config, self.plan, self.placement)
+        """The value of each of `AXES`."""
+        own = {"recompute": self.config.recompute, "placement": self.placement}
+        return {axis: own[axis] if axis in own else getattr(self.plan, axis) for axis in AXES}
 
     @property
     def parts(self) -> dict[str, float]:
@@ -89,15 +85,6 @@ class Loss:
         return PARTS[self.part]["longer"] if self.part in PARTS else "the winner has it"
 
 
-class Miss(NamedTuple):
-    """The configuration that lacks the least memory."""
-
-    config: ModelConfig
-    plan: Plan
-    memory: float
-    lacks: float
-
-
 @dataclass
 class Search:
     """A search and its result. Each configuration that was tried counts once: as indivisible, too large or running."""
@@ -108,18 +95,21 @@ class Search:
     losses: list[Loss] = field(default_factory=list)
     indivisible: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    running: int = 0
-    nearest: Miss | None = None
+    nearest: Candidate | None = None  # that lacks the least memory
     left_out: list[str] = field(default_factory=list)
-    # Of a search in progress; by (choice, value), the fastest that runs, and the least memory that one lacks.
+    # Of a search in progress: all that run; by (choice, value), the fastest, and the least memory that one lacks.
     seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = field(default_factory=set)
-    ranking: list[tuple[float, float, int, Candidate]] = field(default_factory=list)
+    ranking: list[Candidate] = field(default_factory=list)
     fastest: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
     lacking: dict[tuple[str, Any], float] = field(default_factory=dict)
 
     @cached_property
     def models(self) -> dict[Recompute, ModelConfig]:
         return {each: self.space.config.override(recompute=each) for each in RECOMPUTES}
+
+    @property
+    def running(self) -> int:
+        return len(self.ranking)
 
     @property
     def tried(self) -> int:
@@ -138,27 +128,21 @@ class Search:
         except UserError as error:
             self.indivisible[str(error).split(":")[0]] += len(orders)
             return
-        lacks, places = memory - usable_memory(self.system), [placement(plan, space.node) for plan in plans]
-        if lacks > 0:
-            self.too_large += len(plans)
+        found = [Candidate(config, plan, seq, self.system, memory, placement(plan, space.node)) for plan in plans]
+        if (lacks := found[0].lacks) > 0:
+            self.too_large += len(found)
             if self.nearest is None or lacks < self.nearest.lacks:
-                self.nearest = Miss(config, plans[0], memory, lacks)
-            for plan, place in zip(plans, places, strict=True):
-                for key in choices(config, plan, place).items():
-                    self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
+                self.nearest = found[0]
+            for key in (key for each in found for key in each.values.items()):
+                self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
             return
-        for plan, place in zip(plans, places, strict=True):
-            step = step_time(config, plan, seq, self.system)
-            candidate, total = Candidate(step, memory, place), step.total
-            self.running += 1
-            self.ranking.append((total, memory, self.running, candidate))
-            for key in candidate.values.items():
-                if key not in self.fastest or total < self.fastest[key].step.total:
-                    self.fastest[key] = candidate
+        self.ranking += found
+        for key, candidate in ((key, each) for each in found for key in each.values.items()):
+            self.fastest[key] = min(self.fastest.get(key, candidate), candidate, key=lambda each: each.step.total)
 
     def refine(self, whole: Space) -> None:
         """Try the choices that were cut, around the best configurations."""
-        for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
+        for near in sorted(self.ranking, key=lambda each: (each.step.total, each.memory))[:_REFINED]:
             degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
             choice = Choice(*(near.values[axis] for axis in Choice._fields))
             orders = whole.placements(degrees)
@@ -169,11 +153,10 @@ class Search:
     def finish(self) -> None:
         """Complete the result, if something runs: the best of each time and memory, and losses against the winner."""
         places = dict[tuple[float, float], list[Candidate]]()
-        self.ranking.sort(key=lambda entry: entry[:3])
-        for total, memory, _, candidate in self.ranking:
-            if (total, memory) not in places and len(places) == BEST:
+        for each in sorted(self.ranking, key=lambda each: (each.step.total, each.memory)):
+            if (each.step.total, each.memory) not in places and len(places) == BEST:
                 break
-            places.setdefault((total, memory), []).append(candidate)
+            places.setdefault((each.step.total, each.memory), []).append(each)
         self.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
         for axis in AXES:
             values = {value for name, value in (*self.fastest, *self.lacking) if name == axis}
@@ -189,18 +172,12 @@ class Search:
         part, gain = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
         if winner.values[axis] == value or more[part] <= 0:
             return Loss(axis, value, best, factor, "", 0.0)
-        less = max(0.0, -more[gain])
-        forced = self._forced(winner, axis, value)
+        less, forced = max(0.0, -more[gain]), False
+        if axis in Choice._fields:  # degrees never change alone
+            config, changes = (self.models[value], {}) if axis == "recompute" else (winner.config, {axis: value})
+            with suppress(UserError):  # it does not divide
+                forced = not fits(config, winner.plan.override(**changes), self.space.seq, self.system)
         return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", less, forced)
-
-    def _forced(self, winner: Candidate, axis: str, value: Any) -> bool:
-        """True if the winner with another value of one choice does not fit. Degrees never change alone."""
-        if axis not in Choice._fields:
-            return False
-        config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
-        with suppress(UserError):  # it does not divide
-            return not fits(config, winner.plan.override(**changes), self.space.seq, self.system)
-        return False
 
 
 def search(

@@ -11,7 +11,7 @@ reduce-scatters every microbatch's gradients (Rajbhandari et al., arXiv:1910.020
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import read_data
-from cs336_systems.presets import ModelConfig, Recompute
+from cs336_systems.presets import ModelConfig
 
 Counts = tuple[tuple[Group, int], ...]  # of the blocks of each kind, and of the ends of the model
 GRADIENT = 4  # bytes: gradients add up in 32 bits
@@ -35,17 +35,32 @@ PARTS: dict[str, dict[str, str]] = read_data("data/parts")
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Prediction of one step: the seconds of the busiest stage, by what they are spent on."""
+class Case:
+    """A model on a plan on a machine, over sequences of `seq` tokens."""
 
     config: ModelConfig
     plan: Plan
     seq: int
     system: System
+
+    @property
+    def args(self) -> tuple[ModelConfig, Plan, int, System]:
+        return self.config, self.plan, self.seq, self.system
+
+    @cached_property
+    def step(self) -> "StepTime":
+        """The prediction. Raises UserError for a plan that does not divide the model."""
+        return step_time(*self.args)
+
+
+@dataclass(frozen=True)
+class StepTime(Case):
+    """Prediction of one step: the seconds of the busiest stage, by what they are spent on."""
+
     stage: int
     parts: dict[str, float]
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.parts.values())
 
@@ -110,14 +125,6 @@ def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     return _stages(config, plan.pp, plan.chunks, plan.layers)[1]
 
 
-def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> list[tuple[Recompute, int]]:
-    """(recomputation, count) of `times` blocks: only every n-th recomputes. Embedding and head never do."""
-    if group in ("embedding", "head"):
-        return [("none", times)]
-    again = ceil(times / plan.recompute_nth)
-    return [(name, count) for name, count in ((config.recompute, again), ("none", times - again)) if count]
-
-
 @lru_cache(maxsize=4096)
 def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[list[Counts], tuple[int, ...]]:
     """(`stage_groups` of every stage, `fullest_stages`)."""
@@ -133,12 +140,17 @@ def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) 
 
 
 def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> Seconds:
-    """Seconds of one microbatch on a rank of a stage, all chunks together."""
-    total = Seconds(messages=_messages(config, plan, seq, system))
-    rank = Rank(config, plan.alone(), seq)
+    """Seconds of one microbatch on a rank of a stage, all chunks together. It enters and leaves each chunk by messages,
+    both ways; tp ranks send parts."""
+    total, rank = Seconds(), Rank(config, plan.alone(), seq)
+    if plan.pp > 1:
+        nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
+        near = plan.local("pp", node=system.node) == plan.pp
+        seen = system.constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
+        total = Seconds(messages=2 * plan.chunks * seen * message_seconds(nbytes, near, system))
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
     for group, count in stage_groups(config, plan, stage):
-        for recompute, times in recomputed(config, plan, group, count):
+        for recompute, times in plan.recomputed(config, group, count):
             total = total.plus(_computing(rank, group, recompute, system), times)
             total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
     return total
@@ -147,12 +159,9 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
 @lru_cache(maxsize=8192)
 def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seconds:
     """Seconds of computing. Each pass takes as long as the device computes or the host launches, the longer of both."""
-    operators = operators_of(rank, group)
-    ways = [
-        [kernel for each in operators for kernel in each.forward],
-        [kernel for each in operators for kernel in each.backward],
-        [kernel for each in repeated(rank, group, recompute).operators for kernel in each.forward],
-    ]
+    once, again = operators_of(rank, group), repeated(rank, group, recompute).operators
+    passes = [each.forward for each in once], [each.backward for each in once], [each.forward for each in again]
+    ways = [[kernel for kernels in each for kernel in kernels] for each in passes]
     busy = [sum(kernel_time(kernel, system).busy for kernel in way) for way in ways]
     launches = [system.constants.host * sum(kernel.kernels for kernel in way) for way in ways]
     waits = [max(0.0, host - device) for host, device in zip(launches, busy, strict=True)]
@@ -170,16 +179,6 @@ def _sending(
     for one in (*sent, *repeated(rank, group, recompute).sent):
         spent[one.axis] += waiting_seconds(one, *groups[one.axis], overlap, system)
     return Seconds(**spent)
-
-
-def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> float:
-    """Seconds of messages: a microbatch enters and leaves each chunk of a stage, both ways; tp ranks send parts."""
-    if plan.pp == 1:
-        return 0.0
-    nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
-    near = plan.local("pp", node=system.node) == plan.pp
-    seen = system.constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
-    return 2 * plan.chunks * seen * message_seconds(nbytes, near, system)
 
 
 def gradient_bytes(plan: Plan) -> int:
@@ -203,13 +202,12 @@ def group_weights(rank: Rank, group: Group) -> tuple[int, int, int]:
 
 def stage_weights(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tuple[float, float, float]:
     """`group_weights` of a rank of a stage. Biases of linear layers, less than a thousandth, are left out."""
-    rank, found = Rank(config, plan.alone(), seq), (0.0, 0.0, 0.0)
-    for group, times in stage_groups(config, plan, stage):
-        counts = group_weights(rank, group)
-        found = found[0] + times * counts[0], found[1] + times * counts[1], found[2] + times * counts[2]
+    rank = Rank(config, plan.alone(), seq)
+    groups = [(times, group_weights(rank, group)) for group, times in stage_groups(config, plan, stage)]
+    shared, owned, matrices = (float(sum(times * counts[kind] for times, counts in groups)) for kind in range(3))
     # A tied head adds no weights where the embedding is on the same stage.
     tied = vocabulary_rows(rank) * config.d_model if config.tied_head and plan.pp == 1 else 0
-    return found[0] - tied, found[1], found[2]
+    return shared - tied, owned, matrices
 
 
 class Replicas(NamedTuple):

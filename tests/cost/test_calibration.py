@@ -28,7 +28,7 @@ def run(width: int, seq: int, **plan) -> TrainingRun:
     config = ModelConfig(
         vocab_size=8192, context_length=seq, d_model=width, d_ff=4 * width, num_layers=4, num_heads=width // 64
     )
-    return TrainingRun(f"{width} {seq} {plan}", config, Plan(**plan), seq, A100, None)
+    return TrainingRun(config, Plan(**plan), seq, A100, f"{width} {seq} {plan}", None)
 
 
 RUNS = [
@@ -39,7 +39,7 @@ RUNS = [
 
 
 def observed(runs, truth) -> list[Observation]:
-    times = [each.under(truth).step().total for each in runs]
+    times = [each.under(truth).step.total for each in runs]
     return [
         each for one, seconds in zip(runs, times, strict=True) for each in observe_step(replace(one, seconds=seconds))
     ]
@@ -52,6 +52,13 @@ def powers(seconds: float, **exponents: float) -> Observation:
         return exp(sum(power * log(getattr(constants, name)) for name, power in exponents.items()))
 
     return Observation(replace(RUNS[0], id=str(exponents)), "step", seconds, predict)
+
+
+def test_a_fit_predicts_nothing_twice_with_the_same_constants():
+    used, (first, *others) = [], observed(RUNS, replace(CONSTANTS, product=0.7))
+    counted = replace(first, predict=lambda constants: used.append(constants) or first.predict(constants))
+    fit([counted, *others], which=("product", "memory"))
+    assert len(used) == len(set(used)) > 5
 
 
 def test_constants_are_recovered_from_what_the_model_says():

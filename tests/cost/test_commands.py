@@ -14,11 +14,10 @@ from cs336_systems.cost.commands.explain import AXES, PASSES, Derivation, explai
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
 from cs336_systems.cost.course import question
-from cs336_systems.cost.flops import forward_flops, least_forward_flops
+from cs336_systems.cost.flops import count_parameters, forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
 from cs336_systems.cost.notebook.tables import Notebook, as_records
 from cs336_systems.cost.operator_time import collective_seconds
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan_memory import peak_bytes
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.console import format_bytes, format_seconds
@@ -55,7 +54,7 @@ def test_the_table_adds_up_to_the_step(printed, name):
     """On one stage; a pipeline's stages are asked for one by one."""
     options = [*REQUESTS[name], *(["--pp", "1", "--chunks", "1"] if name == "gpt" else [])]
     request, table = asked(*options), json.loads(printed("table", *options, "--json"))
-    parts, total = request.step().parts, table["total"]
+    parts, total = request.step.parts, table["total"]
     sends = sum(parts[each] for each in ("tensor-parallel", "context-parallel", "expert-parallel"))
     computing = parts["forward"] + parts["backward"] + parts["recompute"] + sends
     listed = sum(total[f"{each}_seconds"] for each in ("forward", "backward", "recompute"))
@@ -150,7 +149,7 @@ def test_sizes_beyond_any_model_are_refused(run):
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_step_is_peak_and_losses(printed, name):
-    predicted, found = asked(*REQUESTS[name]).step(), json.loads(printed("step", *REQUESTS[name], "--json"))
+    predicted, found = asked(*REQUESTS[name]).step, json.loads(printed("step", *REQUESTS[name], "--json"))
     least = predicted.model_flops / (predicted.plan.ranks * predicted.system.peak(predicted.plan.number))
     assert found["losses"]["at_peak"] == pytest.approx(least, rel=1e-12)
     assert sum(found["losses"].values()) == pytest.approx(predicted.total, rel=1e-12)
@@ -181,8 +180,8 @@ def test_hfu_counts_blocks_twice_under_full_recomputation():
     request = asked(*GPT, "--recompute", "full")
     parts = forward_flops(request.config, 1, request.seq)
     again = sum(parts.values()) - parts["head"]
-    assert hfu(request.step()) / request.step().mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
-    assert hfu(asked(*GPT).step()) == asked(*GPT).step().mfu
+    assert hfu(request.step) / request.step.mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
+    assert hfu(asked(*GPT).step) == asked(*GPT).step.mfu
 
 
 def test_constants_of_a_file(printed, tmp_path):

@@ -26,9 +26,8 @@ from cs336_systems.cost.course.communication import (
     tree_seconds,
 )
 from cs336_systems.cost.course.memory import segments_peak, tensors_of
-from cs336_systems.cost.flops import forward_flops
+from cs336_systems.cost.flops import count_parameters, forward_flops
 from cs336_systems.cost.observed import observe_passes
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.errors import UserError
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig, course_sizes, model_preset

@@ -23,9 +23,9 @@ def test_each_run_is_in_one_family_and_fitted_ones_come_first(by_source):
 def test_errors_of_a_family():
     ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
     some = max(families(RUNS).values(), key=len)
-    off = [run.step().total / run.seconds - 1 for run in some]
+    off = [run.step.total / run.seconds - 1 for run in some]
     assert summed_up([*off, None]) == (mean(map(abs, off)), mean(off), max(off, key=abs))
     assert left_out_errors(some) == [1 / ratios[run.id] - 1 for run in some]
-    inside = [low <= run.seconds <= high for run in some for low, high in [time_range(run.step())]]
+    inside = [low <= run.seconds <= high for run in some for low, high in [time_range(run.step)]]
     assert [run.in_range for run in some] == inside
     assert 0 < mean(inside) < 1

@@ -45,14 +45,14 @@ def test_own_records(tmp_path):
     assert [(each.what, each.seconds) for each in found] == [("step", 0.1), ("compute", 0.1)]
     assert {(each.run.system.name, each.run.notes) for each in found} == {("some CPU", ())}
     assert "the record's own" in read_measured(path, A100)[0].run.notes[0]
-    run = found[0].predict.__self__
+    run = found[0].run
     assert (run.config.recompute, run.seq, run.plan.global_batch, run.plan.width) == ("segments", 64, 16, 4)
     assert (run.system.rate(4), run.system.bandwidth, run.system.processors) == (2e11, 4e10, 2)
     path.write_text(json.dumps(rows[5]))
     with pytest.raises(UserError, match="give --system"):
         read_measured(path, LogOptions())
     step, compute = read_measured(path, A100)
-    run = step.predict.__self__
+    run = step.run
     assert (run.plan.tp, run.plan.pp, run.plan.sequence, run.plan.width, run.config.causal) == (2, 2, True, 2, False)
     assert (compute.what, compute.seconds) == ("compute", 0.012)
     path.write_text(json.dumps(rows[2]))
@@ -82,7 +82,7 @@ def test_a_training_log_of_this_project(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     step, compute = read_measured(path, A100)
     assert (compute.what, compute.seconds) == ("compute", 0.042)
-    run = step.predict.__self__
+    run = step.run
     assert (step.seconds, run.config) == (0.052, model_preset("tiny"))
     assert (run.plan.dp, run.plan.zero, run.plan.microbatches, run.plan.width) == (2, 1, 2, 2)
     path.write_text("\n".join(map(json.dumps, lines[:2])))

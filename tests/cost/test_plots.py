@@ -9,7 +9,7 @@ from cs336_systems.cost.machines import Constants, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
-from cs336_systems.cost.step_time import stage_weights, step_time
+from cs336_systems.cost.step_time import Case, stage_weights, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import model_preset
 
@@ -64,17 +64,17 @@ def test_multiples_add_up_to_the_inverse_of_mfu():
 
 def test_the_published_runs_have_their_published_utilisation():
     bars = breakdown.published()
-    assert [bar.name for bar in bars[2:4]] == ["175B-full", "175B-sel+sp"]
-    assert [bar.step.config.recompute for bar in bars[:8]] == ["segments", "attention"] * 4
-    mfu = [bar.step.mfu * bar.step.total / bar.measured for bar in bars[1:8:2]]
+    assert [bar.id for bar in bars[2:4]] == ["175B-full", "175B-sel+sp"]
+    assert [bar.config.recompute for bar in bars[:8]] == ["segments", "attention"] * 4
+    mfu = [bar.step.mfu * bar.step.total / bar.seconds for bar in bars[1:8:2]]
     # Half a unit of the last printed digit: of the percentage, and of 1.10 seconds.
     assert mfu == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.0005, rel=0.005 / 1.10)
-    assert [bar.step.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
+    assert [bar.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
 
 
 # Scaling.
 
-SMALL = scaling.Study(model_preset("2.7B"), 1024, A100, Plan(zero=1))
+SMALL = Case(model_preset("2.7B"), Plan(zero=1), 1024, A100)
 
 
 def test_plans_use_all_accelerators_the_whole_batch_and_fit():
@@ -86,7 +86,7 @@ def test_plans_use_all_accelerators_the_whole_batch_and_fit():
     assert {plan.micro_batch for _, plan in found if plan.pp == 1} == {1, 2}
     assert {config.recompute for config, _ in found} == {"none", "attention", "segments"}
     assert all(fits(config, plan, 1024, A100) for config, plan in found)
-    assert not list(scaling.plans(SMALL._replace(config=GPT3), 8, 8, [(1, 1), (8, 1)]))
+    assert not list(scaling.plans(replace(SMALL, config=GPT3), 8, 8, [(1, 1), (8, 1)]))
 
 
 def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
@@ -104,7 +104,7 @@ def test_a_model_that_fits_nowhere_gets_one_line():
     with pytest.raises(
         UserError, match=r"on 8 to 16 x A100-80GB no plan .* batch of 8 to 16 sequences: start from more"
     ):
-        scaling.curves(SMALL._replace(config=GPT3), [8, 16], [8, 16], [(1, 1)])
+        scaling.curves(replace(SMALL, config=GPT3), [8, 16], [8, 16], [(1, 1)])
 
 
 # Degrees.

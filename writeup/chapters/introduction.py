@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code, markdown_text, printable
 from cs336_systems.presets import COURSE_YEARS, course_sizes, preset

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness import SLACK
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset

@@ -9,7 +9,6 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from cs336_systems.cost import step_time
-from cs336_systems.cost.commands.output import new_table, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
@@ -18,8 +17,9 @@ from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective
+from cs336_systems.cost.template import new_table, print_page, print_warnings
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import console, format_bytes, format_count, format_seconds, options
+from cs336_systems.host.console import console, format_count, format_seconds, options
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 PASSES = ("forward", "backward", "recompute")
@@ -81,20 +81,18 @@ def step_command(**given: Any) -> None:
 @options(ModelOptions)
 def grids_command(ranks: int, tokens: int, **given: Any) -> None:
     """Tensor parallelism in one, two and three dimensions: a block's forward, rank by rank."""
-    config, screen = take(ModelOptions, given).model_config(), console()
-    table = new_table(["grid", "FLOPs", "received", "held", "in buffers"])
+    config, screen, rows = take(ModelOptions, given).model_config(), console(), list[list[Any]]()
     for grid in grids(ranks):
         try:
             cost = block_cost(grid, tokens, config.d_model, config.d_ff)
+            rows.append([grid.name, cost.flops, cost.received / ranks, cost.held, cost.buffers])
         except UserError as error:
-            table.add_row(grid.name, str(error))
-            continue
-        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received / ranks, cost.held, cost.buffers)))
+            rows.append([grid.name, str(error), None, None, None])
     screen.print(
         f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Per rank, in elements, not "
         "bytes: received; held (operands and results); most in buffers at once."
     )
-    screen.print(table)
+    screen.print(new_table(["grid", "FLOPs:n", "received:n", "held:n", "in buffers:n"], rows))
     for side in (grid.side for grid in grids(ranks) if grid.kind == "2d"):
         least = rows_for_summa(config.d_model, config.d_ff, side)
         screen.print(f"2D on {side} x {side} ranks receives less than 1D from {least:,.0f} tokens on.")
@@ -112,7 +110,7 @@ class Derivation:
     """A predicted step with the numbers behind it: the slowest stage, and its groups of operators timed."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.step = request, request.step()
+        self.request, self.step = request, request.step
         self.plan, self.system = request.plan, request.system
         stage = request.config, request.plan, request.seq, self.step.stage
         self.stage = step_time.stage_seconds(*stage, request.system)
@@ -200,17 +198,17 @@ def _between(found: Derivation) -> dict[str, Any]:
 
 def _kernels(found: Derivation) -> Table:
     """Kernels of one block or end of the model in each pass, and how long the host takes to launch them."""
-    columns = ["one of", "<pass", "FLOPs", "bytes", "by compute", "by memory", "kernels", "start", "together"]
+    columns = ["one of", "<pass", "FLOPs:n", "bytes:b", "by compute:s", "by memory:s", "kernels", "start:s"]
     rows, host = [], found.system.constants.host
     for part in found.parts:
         for way in PASSES:
             one: Timing = getattr(part, way)
             if one.busy:
-                counts = [format_count(one.flops), format_bytes(one.nbytes)]
-                bounds = [*map(format_seconds, (one.compute, one.memory)), str(one.kernels)]
-                seconds = (one.launch, one.busy, host * one.kernels, one.waits(host))
-                rows.append([part.name, way, *counts, *bounds, *map(format_seconds, seconds)])
-    return new_table([*columns, "host", "wait"], rows)
+                bounds = one.compute, one.memory, one.kernels, one.launch
+                rows.append(
+                    [part.name, way, one.flops, one.nbytes, *bounds, one.busy, host * one.kernels, one.waits(host)]
+                )
+    return new_table([*columns, "together:s", "host:s", "wait:s"], rows)
 
 
 def _axes(found: Derivation) -> Table:
@@ -225,8 +223,8 @@ def _axes(found: Derivation) -> Table:
             reached = f"{format_count(inside)}B/s"
             reached += f", to other nodes {format_count(between)}B/s at the same time" if local < ranks else ""
         seconds: float = getattr(found.stage, axis)
-        rows.append([axis, str(ranks), str(local), reached, format_seconds(seconds), format_seconds(m * seconds)])
-    return new_table(["axis", "ranks", "in a node", "<each sends at", f"stage {found.step.stage}", f"x {m}"], rows)
+        rows.append([axis, ranks, local, reached, seconds, m * seconds])
+    return new_table(["axis", "ranks", "in a node", "<each sends at", f"stage {found.step.stage}:s", f"x {m}:s"], rows)
 
 
 def _collectives(found: Derivation) -> Table:
@@ -235,6 +233,6 @@ def _collectives(found: Derivation) -> Table:
         for part in found.parts:
             for way, sent in found.collectives(part, axis).items():
                 for each, count in sent.items():
-                    seconds = format_seconds(collective_seconds(each, found.plan, found.system))
-                    rows.append([axis, part.name, way, str(count), each.verb, format_bytes(each.nbytes), seconds])
-    return new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes", "each takes"], rows)
+                    seconds = collective_seconds(each, found.plan, found.system)
+                    rows.append([axis, part.name, way, count, each.verb, each.nbytes, seconds])
+    return new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes:b", "each takes:s"], rows)

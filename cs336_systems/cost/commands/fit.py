@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table, print_page
-from cs336_systems.cost.commands.request import take
+from cs336_systems.cost.commands.request import on_command_line, take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
@@ -20,8 +18,9 @@ from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
 from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.template import new_table, print_page
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import console, format_seconds, options, setting
+from cs336_systems.host.console import console, options, setting
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # factor, too long or too short, that no constants explain
@@ -51,8 +50,7 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     No log names its machine: give --system. Options of model and plan give what a log lacks, and override it. The fit
     starts from --constants, or from those of the runs' stack.
     """
-    named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
+    named, asked, machine = on_command_line(context), take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
     model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})
@@ -105,7 +103,7 @@ def constants_table(result: Calibration) -> Table:
     def shown(value: float) -> str:
         return f"{value * 1e6:.3g} us" if 0 < value < 1e-3 else f"{value:.3g}"
 
-    rows = []
+    rows = list[list[Any]]()
     for name in NAMES:
         before, after = getattr(result.prior, name), getattr(result.constants, name)
         if name not in result.which:
@@ -114,20 +112,19 @@ def constants_table(result: Calibration) -> Table:
             continue
         share = result.determined(name)
         source = "the data" if share > 1 - TOLD else "data and prior" if share > TOLD else "prior: the data do not say"
-        sure = f"{exp(result.deviation[name]) - 1:.0%}"
-        rows.append([name, shown(before), shown(after), sure, f"{share:.0%}", source])
-    return new_table(["", "before", "after", "±", "from the data", "<source"], rows, "Constants")
+        rows.append([name, shown(before), shown(after), exp(result.deviation[name]) - 1, share, source])
+    return new_table(["", "before", "after", "±:.0%", "from the data:.0%", "<source"], rows, "Constants")
 
 
 def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
     """Table of each measured time, and the errors of its predictions."""
-    rows: list[list[str]] = []
-    for each, *logs in zip(fitted, result.before, result.after, result.left_out, strict=True):
-        rows.append([each.run.id, each.what, format_seconds(each.seconds), *(f"{exp(log) - 1:+.1%}" for log in logs)])
-    for each in apart:
-        before, after = (f"{exp(log_ratio(each, used)) - 1:+.1%}" for used in (result.prior, result.constants))
-        rows.append([each.run.id, each.what, format_seconds(each.seconds), before, "", after])
-    columns = ["~run", "<what", "measured", "before", "after", "if left out"]
+    logs: list[tuple[float | None, ...]] = [*zip(result.before, result.after, result.left_out, strict=True)]
+    logs += [(log_ratio(each, result.prior), None, log_ratio(each, result.constants)) for each in apart]
+    rows = [
+        [each.run.id, each.what, each.seconds, *(None if log is None else exp(log) - 1 for log in some)]
+        for each, some in zip((*fitted, *apart), logs, strict=True)
+    ]
+    columns = ["~run", "<what", "measured:s", "before:+.1%", "after:+.1%", "if left out:+.1%"]
     return new_table(columns, rows, "Predicted against measured")
 
 

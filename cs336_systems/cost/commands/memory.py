@@ -5,14 +5,13 @@ from typing import Any
 import click
 from rich.text import Text
 
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.commands.step import fit_verdict
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import peak_bytes, rank_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
 from cs336_systems.cost.step_time import fullest_stages
-from cs336_systems.cost.template import fill_file
+from cs336_systems.cost.template import Total, fill_file, json_option, new_table, print_json, print_page
 from cs336_systems.host.console import console, format_bytes
 
 
@@ -56,9 +55,9 @@ def command(as_json: bool, **given: Any) -> None:
 def _print(request: Request, stages: dict[int, dict[str, float]], found: dict[str, Any]) -> None:
     screen, pp, need, room = console(), request.plan.pp, found["peak_bytes"], found["room_bytes"]
     places = {0: "first", pp - 1: "last"}
-    titles = [f"stage {stage} ({places.get(stage, 'between')})" for stage in stages] if pp > 1 else ["each rank"]
-    rows = [[part, *(format_bytes(each[part]) for each in stages.values())] for part in next(iter(stages.values()))]
-    peak = Total(["peak", *(format_bytes(sum(each.values())) for each in stages.values())])
+    titles = [f"stage {stage} ({places.get(stage, 'between')}):b" for stage in stages] if pp > 1 else ["each rank:b"]
+    rows = [[part, *(each[part] for each in stages.values())] for part in next(iter(stages.values()))]
+    peak = Total(["peak", *(sum(each.values()) for each in stages.values())])
     where = f"on stage {found['fullest_stage']}, the fullest, " if pp > 1 else ""
     counted, left = fill_file("room", found | {"system": request.system, "where": where, "left": abs(room - need)})
     words = fit_verdict(need, found["low_bytes"], found["high_bytes"], room).rstrip(",")

@@ -4,15 +4,15 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table, print_json
+from cs336_systems.cost.commands.request import on_command_line
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook import tables as nb
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.template import new_table, print_json
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, flag
 from cs336_systems.presets import model_preset
@@ -26,8 +26,7 @@ def printed_notebook(context: click.Context, as_json: bool) -> bool:
     """Print the notebook, if its preset is asked for. Raises UserError for options beside it: it has its own sizes."""
     if context.params["size"].lower() != SEED:
         return False
-    given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    if strange := sorted(given - {"size", "as_json"}):
+    if strange := sorted(on_command_line(context) - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
     notebook = nb.Notebook()
     if as_json:
@@ -68,12 +67,9 @@ def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
 
-    lines = []
-    for quantity in compared(notebook):
-        old, new = quantity["notebook"], quantity["corrected"]
-        lines.append([quantity["name"], quantity["unit"], f"{old:.4g}", f"{new:.4g}", f"{new / old:.2f}"])
-    title = f"One layer on one GPU, corrected: an {MACHINE}"
-    screen.print(new_table(["", "<unit", "the notebook", "corrected", "ratio"], lines, title))
+    lines = [[*quantity.values(), quantity["corrected"] / quantity["notebook"]] for quantity in compared(notebook)]
+    columns = ["", "<unit", "the notebook:.4g", "corrected:.4g", "ratio:.2f"]
+    screen.print(new_table(columns, lines, f"One layer on one GPU, corrected: an {MACHINE}"))
 
 
 def _grid(columns: list[str], title: str) -> Table:

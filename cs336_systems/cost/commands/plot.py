@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from cs336_systems.cost.commands.request import Request, request_options, take, take_request
+from cs336_systems.cost.commands.request import Request, on_command_line, request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, FILE, STACK_HELP, MachineOptions, ModelOptions
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.cost.machines import DEFAULT_SYSTEM
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
+from cs336_systems.cost.runs import TrainingRun
 from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.step_time import Case
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import options
 from cs336_systems.host.text import printable
@@ -57,8 +58,8 @@ def roofline_command(out: Path, **given: Any) -> None:
 @click.pass_context
 def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> None:
     """Parts of a step of a plan. With --out alone: of the runs of arXiv:2205.05198, table 5."""
-    asked = ParameterSource.COMMANDLINE in map(context.get_parameter_source, given)
-    bars = [breakdown.Bar("as asked", _warned(take_request(given)).step())] if asked else breakdown.published()
+    asked = on_command_line(context) - {"out"}
+    bars = [TrainingRun(*_warned(take_request(given)).args, "as asked", None)] if asked else breakdown.published()
     _write(breakdown.draw(bars), out)
 
 
@@ -86,7 +87,7 @@ def scaling_command(
         raise UserError(f"--least {least} is more than --most {most}")
     pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine(name)
     base = Plan(zero=zero, overlap=system.overlap, stack=name)
-    study = scaling.Study(config, config.context_length, system, base)
+    study = Case(config, base, config.context_length, system)
     counts = [least << k for k in range((most // least).bit_length())]
     _write(scaling.draw(study, counts, batch_size, per_gpu, pairs), out)
 

@@ -8,10 +8,9 @@ from typing import Literal
 import click
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
 from cs336_systems.cost.operator_time import TILE
-from cs336_systems.cost.template import fill_file
+from cs336_systems.cost.template import fill_file, new_table
 from cs336_systems.host.console import console, finite, run_command
 
 

@@ -6,39 +6,28 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.domain import warnings
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import TimedPart, timed_part
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import OPTIONS, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.shape import MOST
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.cost.step_time import StepTime, recomputed, step_time
+from cs336_systems.cost.step_time import Case
 from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import finite, flag, format_count, format_seconds, options
-from cs336_systems.presets import ModelConfig
 
 
 @dataclass(frozen=True)
-class Request:
-    """A model on a plan on a machine, checked to divide; `title` names the preset that the model began as."""
+class Request(Case):
+    """A case that was checked to divide; `title` names the preset that the model began as."""
 
     title: str
-    config: ModelConfig
-    plan: Plan
-    system: System
-
-    @property
-    def seq(self) -> int:
-        return self.config.context_length
-
-    @property
-    def args(self) -> tuple[ModelConfig, Plan, int, System]:
-        return self.config, self.plan, self.seq, self.system
 
     @property
     def parameters(self) -> int:
@@ -50,11 +39,8 @@ class Request:
         return [
             timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
             for group, count in groups
-            for recompute, times in recomputed(config, plan, group, count)
+            for recompute, times in plan.recomputed(config, group, count)
         ]
-
-    def step(self) -> StepTime:
-        return step_time(*self.args)
 
     def warnings(self) -> list[str]:
         """Ways in which a prediction lies outside the fitted domain."""
@@ -72,10 +58,9 @@ class Request:
         again += f" ({', '.join(plan.recompute_modules)})" if plan.recompute_modules else ""
         again += f" in one block of {plan.recompute_nth}" if plan.recompute_nth > 1 else ""
         experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
-        names = {name: getattr(self, name) for name in ("title", "parameters", "config", "plan", "system")}
         words = {"again": again, "experts": experts, "shown": f": {', '.join(shown)}" if shown else ""}
         words["sequences"] = plural(plan.global_batch, "sequence")
-        return "\n".join(fill_file("request", names | words))
+        return "\n".join(fill_file("request", words | {"request": self}))
 
     def record(self) -> dict[str, Any]:
         model = {**asdict(self.config), "parameters": self.parameters}
@@ -89,6 +74,11 @@ def take(settings: type, given: dict[str, Any]) -> Any:
     if huge := [name for name, value in taken.items() if isinstance(value, int) and value > MOST]:
         raise UserError(f"{flag(huge[0])} has {len(str(taken[huge[0]]))} digits: give 10^15 at most")
     return settings(**taken)
+
+
+def on_command_line(context: click.Context) -> set[str]:
+    """Names of the options and arguments that were given."""
+    return {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +102,7 @@ def take_request(given: dict[str, Any]) -> Request:
         raise UserError(f"--recompute-nth {plan.recompute_nth} needs --recompute selective or full, which it thins out")
     system = machine.machine(name)
     system.check_fp8(checked.fp8)
-    return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
+    return Request(*STACKS[name].shape(config, plan.plan(system)), config.context_length, system, model.title)
 
 
 def as_options(settings: Any) -> list[str]:

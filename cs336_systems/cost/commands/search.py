@@ -7,17 +7,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import as_options, plan_options, plural, take, tokens_option, training, worded
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.domain import describe_range, time_range, warnings
-from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.plan_memory import usable_memory
-from cs336_systems.cost.search import Candidate, Loss, Search, search
+from cs336_systems.cost.search import Candidate, Search, search
 from cs336_systems.cost.search_space import AXES, Space, placement
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.host.console import console, format_bytes, format_count, format_seconds, options, progress
+from cs336_systems.cost.template import json_option, new_table, print_json, print_page, print_warnings
+from cs336_systems.host.console import console, format_seconds, options, progress
 
 SECONDS = 400e-6  # estimate for a configuration, until the first ones are timed
 SHOWN = 6  # values of one choice, and reasons, that are printed
@@ -51,7 +51,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     else:
         screen, best = console(), found.best[0]
         print_search(screen, found, model.title, request.command(best), request.training(best))
-        print_warnings(screen, warnings(best.step.config, best.plan, seq, system))
+        print_warnings(screen, warnings(best.config, best.plan, seq, system))
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class SearchRequest:
 
     def command(self, each: Candidate) -> str:
         """The command line that predicts a configuration again."""
-        recompute = RECOMPUTE_NAMES[each.step.config.recompute]
+        recompute = RECOMPUTE_NAMES[each.config.recompute]
         model = replace(self.model, recompute=None if recompute == "none" else recompute)
-        settings = (model, self.machine, plan_options(each.plan, each.step.system, self.precision))
+        settings = (model, self.machine, plan_options(each.plan, each.system, self.precision))
         given = [one for some in settings for one in as_options(some)]
         size = [] if "--size" in given else ["--size", self.model.size]
         return " ".join(["python -m cs336_systems.cost step", *size, *given])
@@ -77,7 +77,7 @@ class SearchRequest:
         return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
 
     def record(self, each: Candidate) -> dict[str, Any]:
-        whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
+        whole, alike = self.training(each), [(other.config.recompute, other.plan) for other in each.alike]
         return {
             "seconds": each.step.total,
             **dict(zip(("low_seconds", "high_seconds"), time_range(each.step), strict=True)),
@@ -85,7 +85,7 @@ class SearchRequest:
             "tokens_per_second": each.rate,
             "memory_bytes": each.memory,
             "parts": each.step.parts,
-            "recompute": RECOMPUTE_NAMES[each.step.config.recompute],
+            "recompute": RECOMPUTE_NAMES[each.config.recompute],
             "placement": each.placement,
             "plan": asdict(each.plan),
             "command": self.command(each),
@@ -152,19 +152,18 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
 
 def _best(found: Search, narrow: bool) -> Table:
     """The best configurations, a column for the layout, and one for others of the same time and memory if any has."""
-    columns = ["", "step", "MFU", "tokens/s", "memory", "<layout", "<recompute", "?<in a node"]
+    columns = [":2", "step:s", "MFU:.1%", "tokens/s:n", "memory:b", "<layout", "<recompute", "?<in a node"]
     merged, rows = any(each.alike for each in found.best), []
     for number, each in enumerate(found.best, 1):
-        layout = each.plan.short() + ("*" if _other_order(each) and narrow else "")
-        cells = [format_seconds(each.step.total), f"{each.step.mfu:.1%}", format_count(each.rate)]
-        cells += [format_bytes(each.memory), layout, RECOMPUTE_NAMES[each.step.config.recompute], each.placement]
-        rows.append([f"{number:2}", *cells, *[_alike(each)] * merged])
+        layout, recompute = each.plan.short() + "*" * (_other_order(each) and narrow), each.config.recompute
+        words = [layout, RECOMPUTE_NAMES[recompute], each.placement, *[_alike(each)] * merged]
+        rows.append([number, each.step.total, each.step.mfu, each.rate, each.memory, *words])
     return new_table([*columns, *["~or"] * merged], rows, narrow=narrow)
 
 
 def _other_order(each: Candidate) -> bool:
     """True where nodes are not filled in Megatron's order."""
-    return each.placement != placement(each.plan.override(order=ORDER), each.step.system.node)
+    return each.placement != placement(each.plan.override(order=ORDER), each.system.node)
 
 
 def _alike(each: Candidate) -> str:
@@ -176,26 +175,20 @@ def _alike(each: Candidate) -> str:
 
 
 def _losses(found: Search, narrow: bool) -> Table:
-    """For each value of each choice how much slower its best is, and why."""
-    rows: list[list[str] | None] = []
+    """For each value of each choice how much slower its best is, and why: by the part that grows most."""
+    rows: list[list[Any] | None] = []
     for axis in AXES:
         losses = [each for each in found.losses if each.axis == axis]
         if len(losses) < 2:
             continue
         for place, each in enumerate(losses[:SHOWN]):
-            factor = "-" if each.best is None else f"x {each.factor:.3f}"
-            slower = format_seconds(each.net) if each.net else "-" if each.best is None else ""
-            name = "" if place else _AXIS_NAMES.get(axis, axis)
-            rows.append([name, choice_text(axis, each.value), factor, slower, _why(each)])
+            slower = [f"x {each.factor:.3f}", each.net or None] if each.best else ["-", "-"]
+            name, why = "" if place else _AXIS_NAMES.get(axis, axis), each.why
+            if each.best and each.part:
+                gain = f"; -{format_seconds(each.less)} {each.gain}" if each.gain else ""
+                why = f"+{format_seconds(each.more)} {each.part}: {why}{gain}{'; forced by memory' * each.forced}"
+            rows.append([name, choice_text(axis, each.value), *slower, why])
         if len(losses) > SHOWN:
             rows.append(["", f"{len(losses) - SHOWN} more", "", "", "slower than these, or too large"])
         rows.append(None)
-    return new_table(["choice", "<value", "?factor", "slower by", "~why its best loses"], rows, narrow=narrow)
-
-
-def _why(each: Loss) -> str:
-    """The largest loss, the largest gain, and whether memory left no choice."""
-    if each.best is None or not each.part:
-        return each.why
-    gain = f"; -{format_seconds(each.less)} {each.gain}" if each.gain else ""
-    return f"+{format_seconds(each.more)} {each.part}: {each.why}{gain}{'; forced by memory' if each.forced else ''}"
+    return new_table(["choice", "<value", "?factor", "slower by:s", "~why its best loses"], rows, narrow=narrow)

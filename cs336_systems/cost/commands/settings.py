@@ -27,6 +27,11 @@ SAME = ("tp", "pp", "dp", "cp", "ep", "chunks", "zero", "sequence", "micro_batch
 _RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
 
 
+def count(help: str, default: int | None = None, least: int = 1, most: int | None = None) -> Any:
+    """An option that is a whole number."""
+    return setting(default, help, type=click.IntRange(least, most))
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """A model: a preset, perhaps with some sizes changed."""
@@ -35,30 +40,26 @@ class ModelOptions:
     year: int = setting(
         DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
     )
-    num_layers: int | None = setting(None, "Blocks.  [default: the preset's]", type=COUNT)
-    d_model: int | None = setting(None, "Width of the residual stream.  [default: the preset's]", type=COUNT)
-    num_heads: int | None = setting(None, "Heads of attention.  [default: the preset's]", type=COUNT)
-    num_kv_heads: int | None = setting(None, "Heads of keys and values.  [default: the preset's]", type=COUNT)
-    d_ff: int | None = setting(
-        None, "Width of the feed-forward.  [default: the preset's, or 4 x --d-model]", type=COUNT
-    )
-    vocab_size: int | None = setting(None, "Tokens of the vocabulary.  [default: the preset's]", type=COUNT)
-    context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
+    num_layers: int | None = count("Blocks.  [default: the preset's]")
+    d_model: int | None = count("Width of the residual stream.  [default: the preset's]")
+    num_heads: int | None = count("Heads of attention.  [default: the preset's]")
+    num_kv_heads: int | None = count("Heads of keys and values.  [default: the preset's]")
+    d_ff: int | None = count("Width of the feed-forward.  [default: the preset's, or 4 x --d-model]")
+    vocab_size: int | None = count("Tokens of the vocabulary.  [default: the preset's]")
+    context: int | None = count("Tokens in a sequence.  [default: the preset's]")
     feed_forward: FeedForwardKind | None = setting(None, "Feed-forward, gated or not.  [default: the preset's]")
     attention: Attention = setting("sdpa", "naive writes scores to memory; the others do not.")
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
     kernels: Kernels | None = setting(
         None, "Element-wise operations fused (triton), or a kernel each (torch).  [default: the stack's, or triton]"
     )
-    num_experts: int | None = setting(None, "Experts per layer.  [default: the preset's]", type=COUNT)
-    expert_every: int | None = setting(None, "Every k-th layer has experts.  [default: the preset's]", type=COUNT)
-    dense_layers: int | None = setting(None, "Number of first layers without experts.  [default: 0]", type=COUNT)
-    expert_d_ff: int | None = setting(None, "Width of an expert.  [default: that of the feed-forward]", type=COUNT)
-    shared_d_ff: int | None = setting(None, "Width of a shared expert, for all tokens.  [default: none]", type=COUNT)
-    top_k: int | None = setting(
-        None, "Experts that a token is sent to.  [default: the preset's, 2]", type=click.IntRange(1, MOST_CHOICES)
-    )
-    head_dim: int | None = setting(None, "Width of a head.  [default: --d-model / --num-heads]", type=COUNT)
+    num_experts: int | None = count("Experts per layer.  [default: the preset's]")
+    expert_every: int | None = count("Every k-th layer has experts.  [default: the preset's]")
+    dense_layers: int | None = count("Number of first layers without experts.  [default: 0]")
+    expert_d_ff: int | None = count("Width of an expert.  [default: that of the feed-forward]")
+    shared_d_ff: int | None = count("Width of a shared expert, for all tokens.  [default: none]")
+    top_k: int | None = count("Experts that a token is sent to.  [default: the preset's, 2]", most=MOST_CHOICES)
+    head_dim: int | None = count("Width of a head.  [default: --d-model / --num-heads]")
     recompute: Literal["none", "selective", "full"] | None = setting(
         None, "What backward runs again: nothing, attention's core, or blocks.  [default: none; of `search`: all three]"
     )
@@ -105,18 +106,16 @@ class ModelOptions:
 class PlanOptions:
     """Degrees of parallelism, the batch, and the choices that go with them."""
 
-    tp: int = setting(1, "Tensor-parallel ranks.", type=COUNT)
-    pp: int = setting(1, "Pipeline stages.", type=COUNT)
-    dp: int = setting(1, "Data-parallel replicas.", type=COUNT)
-    cp: int = setting(1, "Context-parallel ranks: each sequence is split over so many.", type=COUNT)
-    ep: int = setting(1, "Expert-parallel ranks; --ep x --dp see different rows.", type=COUNT)
-    chunks: int = setting(1, "Chunks of blocks per stage, interleaved.", type=COUNT)
+    tp: int = count("Tensor-parallel ranks.", 1)
+    pp: int = count("Pipeline stages.", 1)
+    dp: int = count("Data-parallel replicas.", 1)
+    cp: int = count("Context-parallel ranks: each sequence is split over so many.", 1)
+    ep: int = count("Expert-parallel ranks; --ep x --dp see different rows.", 1)
+    chunks: int = count("Chunks of blocks per stage, interleaved.", 1)
     sequence_parallel: bool = setting(False, "Split activations between layers along the sequence, over tp.")
-    zero: int = setting(0, "ZeRO stage.", type=click.IntRange(0, 3))
-    micro_batch_size: int = setting(1, "Sequences of a microbatch.", type=COUNT)
-    batch_size: int | None = setting(
-        None, "Sequences in a step.  [default: a microbatch per replica, or four per stage]", type=COUNT
-    )
+    zero: int = count("ZeRO stage.", 0, least=0, most=3)
+    micro_batch_size: int = count("Sequences of a microbatch.", 1)
+    batch_size: int | None = count("Sequences in a step.  [default: a microbatch per replica, or four per stage]")
     overlap: Overlap | None = setting(
         None,
         "Transfers that overlap with computing: none, those of data parallelism, or also those between layers.  "
@@ -124,13 +123,13 @@ class PlanOptions:
     )
     order: str = setting(" ".join(ORDER), "Axes, from neighbours in a node to ranks far apart.")
     precision: Precision = setting("bf16", PRECISION_HELP)
-    shard: int = setting(
-        0, "Neighbouring replicas over which ZeRO shards; fewer than all: HSDP.  [default: all]", type=click.IntRange(0)
+    shard: int = count(
+        "Neighbouring replicas over which ZeRO shards; fewer than all: HSDP.  [default: all]", 0, least=0
     )
     recompute_modules: str = setting(
         "", f"Parts of a block that --recompute selective runs again, of {','.join(MODULES)}.  [default: core_attn]"
     )
-    recompute_nth: int = setting(1, "Recompute only every n-th block.", type=COUNT)
+    recompute_nth: int = count("Recompute only every n-th block.", 1)
     stage_layers: str = setting("", "Blocks of each stage, such as 9,9,8,6.  [default: split evenly]")
     stack: StackName | None = setting(None, STACK_HELP)
 
@@ -159,25 +158,25 @@ class PlanOptions:
 class SearchOptions:
     """Options of `search`: accelerators, batch, and choices held at one value."""
 
-    gpus: int = setting(64, "Number of accelerators; every layout uses all.", type=click.IntRange(1, MOST_GPUS))
-    batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
+    gpus: int = count("Number of accelerators; every layout uses all.", 64, most=MOST_GPUS)
+    batch_size: int = count("Sequences in a step.", 512)
     precision: Precision = setting("bf16", PRECISION_HELP)
     overlap: Overlap | None = setting(
         None, "Transfers that overlap with computing, as in `step`.  [default: all on H100 and newer, else data]"
     )
     stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are timed with it.")
-    tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
-    pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
-    dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
-    cp: int | None = setting(None, "Only layouts with so many context-parallel ranks.", type=COUNT)
-    ep: int | None = setting(None, "Only layouts with so many expert-parallel ranks.", type=COUNT)
-    chunks: int | None = setting(None, "Only layouts with so many chunks per stage.", type=COUNT)
-    micro_batch_size: int | None = setting(None, "Only microbatches of so many sequences.", type=COUNT)
+    tp: int | None = count("Only layouts with so many tensor-parallel ranks.")
+    pp: int | None = count("Only layouts with so many stages.")
+    dp: int | None = count("Only layouts with so many replicas.")
+    cp: int | None = count("Only layouts with so many context-parallel ranks.")
+    ep: int | None = count("Only layouts with so many expert-parallel ranks.")
+    chunks: int | None = count("Only layouts with so many chunks per stage.")
+    micro_batch_size: int | None = count("Only microbatches of so many sequences.")
     sequence_parallel: bool | None = setting(
         None, "Only with sequence parallelism, or only without.  [default: both]", off="--no-sequence-parallel"
     )
-    zero: int | None = setting(None, "Only this ZeRO stage.", type=click.IntRange(0, 3))
-    limit: int = setting(LIMIT, "Most configurations to try; the answer lists what is left out.", type=COUNT)
+    zero: int | None = count("Only this ZeRO stage.", least=0, most=3)
+    limit: int = count("Most configurations to try; the answer lists what is left out.", LIMIT)
 
     def fixed(self) -> dict[str, Any]:
         held = {axis: getattr(self, OPTIONS.get(axis, axis), None) for axis in AXES}
@@ -201,7 +200,7 @@ class MachineOptions:
     bandwidth: float | None = setting(None, "GB/s of its memory, instead of its own.", type=POSITIVE)
     memory: float | None = setting(None, "GiB of memory, instead of its own.", type=POSITIVE)
     power: float | None = setting(None, "Watts that it may draw, less than its own: GEMMs slow down.", type=POSITIVE)
-    node: int | None = setting(None, "Accelerators of a node, instead of its own.", type=COUNT)
+    node: int | None = count("Accelerators of a node, instead of its own.")
     link: float | None = setting(None, "GB/s out of an accelerator within a node, instead of its own.", type=POSITIVE)
     network: float | None = setting(None, "GB/s of an accelerator to other nodes, instead of its own.", type=POSITIVE)
     reserve: float | None = setting(

@@ -7,15 +7,14 @@ from rich.bar import Bar
 from rich.table import Table
 
 from cs336_systems.cost.capacity import describe_parts
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request, tokens_option, training, worded
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
-from cs336_systems.cost.template import fill_file
-from cs336_systems.host.console import console, format_seconds
+from cs336_systems.cost.template import Total, fill_file, json_option, new_table, print_json, print_page, print_warnings
+from cs336_systems.host.console import console
 
 BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 
@@ -27,7 +26,7 @@ BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without 
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """Time of one step, by what it is spent on, tokens per second, MFU, and memory."""
     request = take_request(given)
-    step = request.step()
+    step = request.step
     found = step_record(request, step)
     if tokens:
         found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
@@ -86,10 +85,10 @@ def _breakdown(step: StepTime, width: int) -> Table:
     for name, seconds in step.parts.items():
         if seconds:
             bar = Bar(step.total, begin, begin + seconds, width=max(1, room_for_bar))
-            rows.append([PARTS[name]["label"], format_seconds(seconds), f"{seconds / step.total:.1%}", bar])
+            rows.append([PARTS[name]["label"], seconds, seconds / step.total, bar])
         begin += seconds
-    total = Total(["step", format_seconds(step.total), "100.0%", ""])
-    return new_table([title, "time", "share", "?<"], [*rows, None, total], narrow=width < NARROW)
+    total = Total(["step", step.total, 1.0, None])
+    return new_table([title, "time:s", "share:.1%", "?<"], [*rows, None, total], narrow=width < NARROW)
 
 
 def fit_verdict(need: float, low: float, high: float, room: float) -> str:

@@ -8,17 +8,17 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.notebook_page import printed_notebook
-from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_page, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
 from cs336_systems.cost.operator_time import TimedPart, Timing
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
-from cs336_systems.host.console import console, format_bytes, format_count
+from cs336_systems.cost.template import Total, json_option, new_table, print_json, print_page, print_warnings
+from cs336_systems.host.console import console
 
 WIDE = 120  # characters of the whole table; a narrower screen leaves out the columns marked with `?`
-COLUMNS = (*("operator", "FLOPs", "?MiB", "?FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "?weights", "?<sends"),)
+HEADS = "FLOPs:n", "?MiB", "?FLOP/B:.0f", "ms:.3f", "<bound", "back:.3f", "<bound", "keeps", "?weights:p"
 MI = 1024**2
 VERBS = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 
@@ -85,7 +85,7 @@ def model_totals(request: Request, parts: Sequence[TimedPart]) -> dict[str, floa
 
 
 def _operator_table(request: Request, parts: Sequence[TimedPart], narrow: bool) -> Table:
-    rows: list[list[str] | None] = []
+    rows: list[list[Any] | None] = []
     for part in parts:
         for each in part.operators:
             one = each.operator
@@ -95,22 +95,14 @@ def _operator_table(request: Request, parts: Sequence[TimedPart], narrow: bool) 
             name, sums = part.name + (f" x {part.times}" if part.times > 1 else ""), part_totals(request, part)
             rows.append(Total([name, *_cells(part.forward, part.backward, sums["kept_bytes"], sums["weights"]), ""]))
         rows.append(None)
-    return new_table(COLUMNS, rows, narrow=narrow)
+    return new_table(("operator", *HEADS, "?<sends"), rows, narrow=narrow)
 
 
-def _cells(forward: Timing, backward: Timing, kept: float, weights: float) -> list[str]:
+def _cells(forward: Timing, backward: Timing, kept: float, weights: float) -> list[Any]:
     """Cells between an operator's name and what it sends."""
-    return [
-        format_count(forward.flops) if forward.flops else "",
-        _mi(forward.nbytes),
-        f"{forward.intensity:.0f}" if forward.flops else "",
-        f"{1e3 * forward.seconds:.3f}",
-        forward.bound,
-        f"{1e3 * backward.seconds:.3f}",
-        backward.bound,
-        _mi(kept) if kept else "",
-        format_count(weights, "B") if weights else "",
-    ]
+    ahead = forward.flops or None, _mi(forward.nbytes), forward.intensity if forward.flops else None
+    bounds = 1e3 * forward.seconds, forward.bound, 1e3 * backward.seconds, backward.bound
+    return [*ahead, *bounds, _mi(kept) if kept else None, weights or None]
 
 
 def _mi(nbytes: float) -> str:
@@ -137,14 +129,14 @@ def _sends(request: Request, operator: Operator) -> str:
 
 def _totals_table(request: Request, parts: Sequence[TimedPart], narrow: bool) -> Table:
     again = ["recompute"] * (request.config.recompute != "none")
-    columns = ["all layers on one rank", "times", "FLOPs", "?FLOPs back", "keeps", "?weights", "ms", "ms back"]
+    seconds = [f"{each}_seconds" for each in ("forward", "backward", *again, "host")]
+    counts = ["FLOPs:n", "?FLOPs back:n", "keeps:b", "?weights:p"]
+    ways = ["ms:.2f", "ms back:.2f", *["ms again:.2f"] * len(again), "?host ms:.2f"]
 
-    def cells(sums: dict[str, float], times: float = 1) -> list[str]:
-        flops = [format_count(times * sums[f"flops_{way}"]) for way in ("forward", "backward")]
-        seconds = [f"{1e3 * (times * sums[f'{each}_seconds']):.2f}" for each in ("forward", "backward", *again, "host")]
-        kept, weights = times * sums["kept_bytes"], times * sums["weights"]
-        return [*flops, format_bytes(kept), format_count(weights, "B"), *seconds]
+    def cells(sums: dict[str, float], times: float = 1) -> list[float]:
+        counted = [times * sums[name] for name in ("flops_forward", "flops_backward", "kept_bytes", "weights")]
+        return [*counted, *(1e3 * (times * sums[name]) for name in seconds)]
 
-    rows = [[each.name, str(each.times), *cells(part_totals(request, each), each.times)] for each in parts]
-    together = Total(["together", "", *cells(model_totals(request, parts))])
-    return new_table([*columns, *["ms again"] * len(again), "?host ms"], [*rows, None, together], narrow=narrow)
+    rows = [[each.name, each.times, *cells(part_totals(request, each), each.times)] for each in parts]
+    together = Total(["together", None, *cells(model_totals(request, parts))])
+    return new_table(["all layers on one rank", "times", *counts, *ways], [*rows, None, together], narrow=narrow)

@@ -8,12 +8,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.commands.settings import FILE
 from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.runs import KEYS, PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
+from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.template import new_table, print_json
 from cs336_systems.host.console import console, format_bytes
 
 EPILOG = "\n\n".join(
@@ -48,8 +49,8 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
 
 
 def _record(run: TrainingRun) -> dict[str, Any]:
-    step, need = run.step(), sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
-    (low, high), (least, most) = time_range(step), run.stack.bytes(need)
+    step, need = run.step, sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / GIB
+    (low, high), (least, most) = time_range(step), STACKS[run.plan.stack].bytes(need)
     return {
         "id": run.given["id"], "t_iter_s": run.seconds, "predicted_s": step.total, "low_s": low, "high_s": high,
         "mem_gib": run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most, "stack": run.plan.stack,
@@ -69,13 +70,13 @@ def notes(run: TrainingRun) -> list[str]:
 def _print_runs(screen: Console, runs: list[TrainingRun]) -> None:
     rows = []
     for run in runs:
-        step, off = run.step(), run.error
-        measured, (low, high) = "-" if run.seconds is None else f"{run.seconds:.4g}", time_range(step)
-        names = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.stack, run.plan.short(), measured]
-        names += [f"{step.total:.4g}", f"{low:.4g} to {high:.4g}", "-" if off is None else f"{off:+.1%}"]
-        rows.append([*names, f"{step.mfu:.1%}"])
-    columns = ["~run", "<machines", "<stack", "<plan", "measured s", "predicted s", "range", "error", "MFU"]
-    screen.print(new_table(columns, rows))
+        step, off = run.step, "-" if run.error is None else run.error
+        names, (low, high) = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.stack], time_range(step)
+        rows.append(
+            [*names, run.plan.short(), run.seconds or "-", step.total, f"{low:.4g} to {high:.4g}", off, step.mfu]
+        )
+    names = ["~run", "<machines", "<stack", "<plan"]
+    screen.print(new_table([*names, "measured s:.4g", "predicted s:.4g", "range", "error:+.1%", "MFU:.1%"], rows))
     screen.print(_total("all runs", runs))
 
 
@@ -92,17 +93,14 @@ def _total(name: str, runs: list[TrainingRun]) -> str:
 
 def _print_families(screen: Console, runs: list[TrainingRun]) -> None:
     """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
-    lines: list[list[str] | None] = []
+    lines: list[list[Any] | None] = []
     for fitted, group in groupby(families(runs).items(), key=lambda each: each[0][0]):
         for (_, family, _, stack, machine), some in group:
-            size, off, worst = summed_up(run.error for run in some)
-            shown = [f"{size:.1%}", f"{off:+.1%}", f"{worst:+.1%}", f"{mean(run.in_range for run in some):.0%}"]
-            size, _, worst = summed_up(left_out_errors(some))
-            names = [family, stack, machine, str(len(some)), "yes" if fitted else "no"]
-            lines.append([*names, *shown, f"{size:.1%}", f"{worst:+.1%}"])
+            errors, (size, _, worst) = summed_up(run.error for run in some), summed_up(left_out_errors(some))
+            names = [family, stack, machine, len(some), "yes" if fitted else "no"]
+            lines.append([*names, *errors, mean(run.in_range for run in some), size, worst])
         lines.append(None)
-    errors = ["mean |error|", "mean", "worst", "in range", "left out", "its worst"]
-    columns = ["~family", "<stack", "<machine", "runs", "fitted", *errors]
-    screen.print(new_table(columns, lines))
+    shown = ["mean |error|:.1%", "mean:+.1%", "worst:+.1%", "in range:.0%", "left out:.1%", "its worst:+.1%"]
+    screen.print(new_table(["~family", "<stack", "<machine", "runs", "fitted", *shown], lines))
     for name, used in (("fitted", True), ("not fitted", False)):
         screen.print(_total(name, [run for run in runs if run.given["fitted"] == used]))

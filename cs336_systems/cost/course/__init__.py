@@ -5,19 +5,27 @@
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any, get_type_hints
 
+from cs336_systems.cost.course import arithmetic, communication, memory
 from cs336_systems.cost.course.answers import Answer as Answer
 from cs336_systems.cost.course.answers import Question, RefusedError, given, require
-from cs336_systems.cost.course.arithmetic import ARITHMETIC
-from cs336_systems.cost.course.communication import COMMUNICATION
-from cs336_systems.cost.course.memory import MEMORY, XXL
 from cs336_systems.errors import UserError
 
 # The function that computes the numbers of the template of that name.
-ANSWERS = COMMUNICATION | XXL | MEMORY | ARITHMETIC
+ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "rings": communication.rings, "buckets": communication.buckets, "data-parallel": communication.data_parallel,
+    "fsdp": communication.data_parallel, "tensor-parallel": communication.tensor_parallel,
+    "fsdp-tensor-parallel": communication.fsdp_tensor_parallel, "xxl-memory": memory.xxl_memory,
+    "xxl-fsdp": memory.xxl_fsdp, "xxl-batch": memory.xxl_batch, "zero1-traffic": memory.zero1_traffic,
+    "optimizer-memory": memory.optimizer_memory, "fsdp-memory": memory.fsdp_memory, "pass-memory": memory.pass_memory,
+    "attention-memory": memory.attention_memory, "checkpointing": memory.checkpointing,
+    "accumulation": arithmetic.accumulation, "norm-roofline": arithmetic.norm_roofline,
+    "softmax-share": arithmetic.softmax_share, "leaderboard-flash": arithmetic.leaderboard_flash,
+    "leaderboard-step": arithmetic.leaderboard_step,
+}  # fmt: skip
 QUESTIONS = {name: Question(name) for name in ANSWERS}
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 _SIZE = re.compile(_NUMBER + r" ?([kKMGTP]?)(i?)B(?:/s)?")  # 1GB, 1GiB, 450GB/s

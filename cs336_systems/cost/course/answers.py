@@ -4,16 +4,14 @@
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 from cs336_systems.cost.template import Value, fields, fill, kept_lines, read_template
 from cs336_systems.errors import UserError
 
-Numbers = Callable[..., dict[str, Any]]  # computes the numbers of a template from those given
 _PREFIXES = dict(zip("PTGMk", (1e15, 1e12, 1e9, 1e6, 1e3), strict=True)) | {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 _COUNTED = ("parameters", "tokens", "tensors", "devices", "buckets", "layers", "blocks")
 _WORDS = {" trillion": 1e12, " billion": 1e9, " million": 1e6, "": 0.0}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.cost.course.answers import Numbers, given, quantity, require, require_format
+from cs336_systems.cost.course.answers import given, quantity, require, require_format
 from cs336_systems.cost.machines import system_preset
 
 _H100, _H200, _B200 = system_preset("H100"), system_preset("H200"), system_preset("B200")
@@ -105,9 +105,3 @@ def accumulation(x: float = 0.01, n: int = 1000) -> dict[str, Any]:
     if half_missed > single_missed:
         lesson = "it is the accumulator that must be precise"
     return locals()
-
-
-ARITHMETIC: dict[str, Numbers] = {
-    "accumulation": accumulation, "norm-roofline": norm_roofline, "softmax-share": softmax_share,
-    "leaderboard-flash": leaderboard_flash, "leaderboard-step": leaderboard_step,
-}  # fmt: skip

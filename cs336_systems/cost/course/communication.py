@@ -12,9 +12,9 @@ tokens over all devices.
 from math import ceil, floor, log2, sqrt
 from typing import Any
 
-from cs336_systems.cost.course.answers import Numbers, given, require
+from cs336_systems.cost.course.answers import given, require
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import model_preset
 
 _MODEL, SYSTEM = model_preset("xl", 2026), system_preset("H100")
@@ -154,9 +154,3 @@ def fsdp_tensor_parallel(
     overlapped_hidden, apart_hidden = overlapped_share <= 1, apart_share <= 1
     devices_overlapped, devices_apart = floor(largest_overlapped), floor(largest_apart)
     return locals()
-
-
-COMMUNICATION: dict[str, Numbers] = {
-    "rings": rings, "buckets": buckets, "data-parallel": data_parallel, "fsdp": data_parallel,
-    "tensor-parallel": tensor_parallel, "fsdp-tensor-parallel": fsdp_tensor_parallel,
-}  # fmt: skip

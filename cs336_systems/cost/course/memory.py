@@ -11,9 +11,9 @@ from math import ceil, log2, sqrt
 from typing import Any
 
 from cs336_systems.cost.closed_forms import zero_memory
-from cs336_systems.cost.course.answers import Numbers, given, require, require_format
+from cs336_systems.cost.course.answers import given, require, require_format
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.cost.machines import GIB, system_preset
-from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.traffic import TRAFFIC
 
@@ -62,21 +62,18 @@ def segments_peak(L: int, k: int, s: float, b: float) -> float:
     return (ceil(L / k) - 1) * s + k * b
 
 
-def _block_bytes(config: ModelConfig, S: int) -> int:
-    """Bytes that a block keeps for backward of S tokens: those of a model with two blocks less those with one."""
-    from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
-
-    one, two = (observe_passes(replace(config, num_layers=layers), 1, S).kept for layers in (1, 2))
-    return two - one
-
-
 def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048, k: int = 4) -> dict[str, Any]:
     """Activations kept with segments of k blocks, the best k, and segments nested in halves."""
+    from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
+
     config = model_preset(size, year).override(context_length=S)
     L = config.num_layers
     require(k <= L, f"k must be at most {L}, the blocks of {size}, not {k}")
-    # A block keeps B (x S + y S^2) bytes; two short sequences determine x and y.
-    one, two = (_block_bytes(replace(config, context_length=n), n) for n in (16, 32))
+    # A block keeps B (x S + y S^2) bytes, a model with two blocks more than one with one; two short sequences determine
+    # x and y.
+    some = [(replace(config, context_length=n, num_layers=layers), 1, n) for n in (16, 32) for layers in (1, 2)]
+    kept = [observe_passes(*each).kept for each in some]
+    one, two = kept[1] - kept[0], kept[3] - kept[2]
     y = (two - 2 * one) // 512
     s, b = 4 * B * S * config.d_model, B * ((one // 16 - 16 * y) * S + y * S * S)
     whole, segments = L * b, segments_peak(L, k, s, b)
@@ -191,10 +188,3 @@ def xxl_batch(
     on_mesh = 1 <= best_x <= N
     tp_too_slow = None if bound else tp_share
     return locals()
-
-
-MEMORY: dict[str, Numbers] = {
-    "zero1-traffic": zero1_traffic, "optimizer-memory": optimizer_memory, "fsdp-memory": fsdp_memory,
-    "pass-memory": pass_memory, "attention-memory": attention_memory, "checkpointing": checkpointing,
-}  # fmt: skip
-XXL: dict[str, Numbers] = {"xxl-memory": xxl_memory, "xxl-fsdp": xxl_fsdp, "xxl-batch": xxl_batch}

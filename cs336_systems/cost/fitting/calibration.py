@@ -16,8 +16,9 @@ prediction would have without its own measurement: r / (1 - h), for a residual r
 model is linear (Allen, Technometrics 16(1), 1974).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp
 
 import numpy as np
@@ -79,23 +80,26 @@ def fit(
     names, least, count = _fitted(prior, which), noise, len(observations)
     weights = np.ones(count)
 
-    def constants(x: Array) -> Constants:
+    def constants(x: Iterable[float]) -> Constants:
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
 
-    def weighted(x: Array) -> Array:
-        """Square roots of the summands, by observation and then by constant."""
-        return np.concatenate([np.sqrt(weights) * logs(x) / noise, x / width])
-
-    def logs(x: Array) -> Array:
+    @cache  # with other weights and noise the minimisation comes to the same places again
+    def ratios(*x: float) -> Array:
         at = constants(x)
         return np.array([log_ratio(each, at) for each in observations])
 
-    before, x = logs(np.zeros(len(names))), _minimum(weighted, len(names), width)
+    def weighted(x: Array) -> Array:
+        """Square roots of the summands, by observation and then by constant."""
+        return np.concatenate([np.sqrt(weights) * ratios(*x.tolist()) / noise, x / width])
+
+    before, x = ratios(*[0.0] * len(names)), _minimum(weighted, len(names), width)
     for _ in range(REPEATS):
-        r, slopes = logs(x), _slopes(weighted, x)
+        r, slopes = ratios(*x.tolist()), _slopes(weighted, x)
         covariance = np.linalg.inv(slopes.T @ slopes)
         leverage = np.einsum("ij,jk,ik->i", slopes[:count], covariance, slopes[:count])
-        new = _weights(r, least)
+        # Runs far above the usual error weigh less.
+        usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if count >= ENOUGH else np.inf
+        new = np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
         free = float(new.sum() - leverage.sum())
         scatter = max(least, float(np.sqrt(new @ r**2 / free))) if free > 1 else least
         if abs(scatter / noise - 1) < 0.01 and np.abs(new - weights).max() < 0.01:
@@ -106,12 +110,6 @@ def fit(
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
     zeros = tuple(name for name in NAMES if name in which and name not in names)
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
-
-
-def _weights(r: Array, least: float) -> Array:
-    """Weights of observations with these errors: 1, or less for those far above the usual error."""
-    usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if len(r) >= ENOUGH else np.inf
-    return np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
 
 
 def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:

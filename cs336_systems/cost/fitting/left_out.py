@@ -41,7 +41,7 @@ def left_out(stack: Stack, runs: Sequence[TrainingRun]) -> Iterator[tuple[str, f
             constants = fit(others, constants, stack.fitted).constants
         for run in group:
             if run.seconds:
-                yield run.id, run.seconds / run.seconds_by(constants)
+                yield run.id, run.seconds / run.under(constants).step.total
 
 
 def inside(ratios: Mapping[str, float], runs: Sequence[TrainingRun]) -> list[float]:

@@ -41,7 +41,7 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     said = {_ARGUMENTS[name]: str(value) for name, value in given.options.items() if name in _ARGUMENTS}
     said |= {"group_query_attention": "True"} if "num_kv_heads" in given.options else {}
     logged = replace(logged, arguments=logged.arguments | said)
-    numbers = _numbers(logged)
+    numbers = {key: logged.number(*names.split()) for key, names in _NUMBERS.items()}
     if lacking := [name for key, name in _SHAPE.items() if numbers[key] is None]:
         flags = [flag(name) for name, argument in _ARGUMENTS.items() if argument in lacking]
         raise UserError(f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: give {', '.join(flags)}")
@@ -64,10 +64,6 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
 
 
-def _numbers(logged: LoggedRun) -> dict[str, Any]:
-    return {key: logged.number(*names.split()) for key, names in _NUMBERS.items()}
-
-
 def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
     """Note on a conclusion from arguments that leave room for doubt."""
     again = {"none": "nothing", "attention": "attention's core", "segments": "blocks"}[config.recompute]
@@ -81,8 +77,8 @@ def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
 def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """A run whose log has times, and perhaps a line of degrees, but no arguments."""
     options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
-    numbers = _numbers(logged)
-    said = {axis: numbers[axis] for axis in ("tp", "pp", "cp", "dp")} | {"global_batch": logged.batch}
+    said = {axis: logged.number(*_NUMBERS[axis].split()) for axis in ("tp", "pp", "cp", "dp")}
+    said |= {"global_batch": logged.batch}
     said = {name: value for name, value in said.items() if value and name not in options}
     unsaid = [name for name in ("tp", "pp", "dp", "micro_batch_size") if name not in said and name not in given.options]
     flags = ", ".join(map(flag, unsaid))
@@ -99,7 +95,7 @@ def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     if seconds is None and logged.sample_ms:
         seconds = logged.sample_ms * plan.global_batch / 1e3
     notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
-    return TrainingRun(logged.name, given.model, plan, seq, given.system, seconds, notes)
+    return TrainingRun(given.model, plan, seq, given.system, logged.name, seconds, notes)
 
 
 def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:

@@ -92,7 +92,7 @@ def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
 def observe_step(run: TrainingRun) -> Iterator[Observation]:
     """The step of a run, if it was measured."""
     if run.seconds:
-        yield Observation(run, "step", run.seconds, run.seconds_by)
+        yield Observation(run, "step", run.seconds, lambda used: run.under(used).step.total)
 
 
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
@@ -162,7 +162,7 @@ def _of_pass(row: Mapping[str, Any], seconds: float, given: LogOptions) -> Itera
     cores, alone = int(device["cores"]) if device["device_type"] == "cpu" else 1, Link(0.0, bandwidth)
     system = System(str(device["device"]), flops, flops, 1.0, bandwidth, 0.0, cores, 1, alone, alone)
     notes = ("the machine is the record's own, not the one asked for",) if given.system else ()
-    run = TrainingRun(name, _as_predicted(model), plan, about["context"], system, seconds, notes)
+    run = TrainingRun(_as_predicted(model), plan, about["context"], system, name, seconds, notes)
     yield from observe_step(run) if about["mode"] == "step" else [observe_compute(run, seconds)]
 
 
@@ -199,7 +199,7 @@ def _laid_out(
         global_batch=row["global_batch_size"],
         width=_WIDTHS[row["precision"]],
     )
-    run = TrainingRun(name, _as_predicted(model), plan, row["context"], given.system, took)
+    run = TrainingRun(_as_predicted(model), plan, row["context"], given.system, name, took)
     yield from observe_step(run)
     yield from observe_timers(run, timers)
 

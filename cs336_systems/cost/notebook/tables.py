@@ -204,10 +204,9 @@ def show(cell: float | str | None) -> str:
 
 def notebook_tables(config: Notebook) -> dict[str, Table]:
     """`mlp` and `attention` of one configuration: cells in TFLOP, GB and ms."""
-    operators = {"MLP": mlp_operators(config), "self-attention": attention_operators(config)}
-    tables = [Table(title, [operator_row(config, one) for one in each], config.num_layers)
-              for title, each in operators.items()]  # fmt: skip
-    return dict(zip(("mlp", "attention"), tables, strict=True))
+    found = {"mlp": ("MLP", mlp_operators(config)), "attention": ("self-attention", attention_operators(config))}
+    rows = {key: (title, [operator_row(config, one) for one in each]) for key, (title, each) in found.items()}
+    return {key: Table(*each, config.num_layers) for key, each in rows.items()}
 
 
 def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:

@@ -5,10 +5,11 @@ models, batches and numbers of ranks can be compared. A bar of length 2 is an MF
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from cs336_systems.cost.plots.style import new_figure, tidy
-from cs336_systems.cost.runs import PUBLISHED, read_runs
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_runs
 from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
@@ -19,18 +20,10 @@ SHOWN, NAMED = 0.05, 0.005  # shares of a step: smaller parts have no number; ar
 KORTHIKANTI = "kort22-"  # prefix of the names of the runs of arXiv:2205.05198, table 5
 
 
-class Bar(NamedTuple):
-    """A predicted step with a name, and the seconds that it took where that is known."""
-
-    name: str
-    step: StepTime
-    measured: float | None = None
-
-
-def published() -> list[Bar]:
+def published() -> list[TrainingRun]:
     """The runs of `data/published_runs.json` that arXiv:2205.05198 has in table 5."""
     runs = [run for run in read_runs(PUBLISHED) if run.id.startswith(KORTHIKANTI)]
-    return [Bar(run.id.removeprefix(KORTHIKANTI), run.step(), run.seconds) for run in runs]
+    return [replace(run, id=run.id.removeprefix(KORTHIKANTI)) for run in runs]
 
 
 def multiples(step: StepTime) -> dict[str, float]:
@@ -39,15 +32,15 @@ def multiples(step: StepTime) -> dict[str, float]:
     return {name: seconds / ideal for name, seconds in step.parts.items() if seconds}
 
 
-def draw(bars: Sequence[Bar]) -> Any:
-    """A matplotlib Figure: a bar for each plan, from the top down."""
-    systems = {bar.step.system.name: bar.step.system for bar in bars}
+def draw(bars: Sequence[TrainingRun]) -> Any:
+    """A matplotlib Figure: a bar for each run, from the top down."""
+    systems = {bar.system.name: bar.system for bar in bars}
     figure = new_figure(10.5, 1.7 + 0.42 * len(bars), list(systems.values()))
-    axes, measured = figure.add_subplot(), any(bar.measured for bar in bars)
+    axes, measured = figure.add_subplot(), any(bar.seconds for bar in bars)
     used = {name for bar in bars for name, time in bar.step.parts.items() if time >= NAMED * bar.step.total}
     for height, bar in enumerate(bars):
         _draw_bar(axes, height, bar)
-    axes.set_yticks(range(len(bars)), [plot_text(bar.name) for bar in bars])
+    axes.set_yticks(range(len(bars)), [plot_text(bar.id) for bar in bars])
     axes.set(ylim=(len(bars) - 0.4, -0.6), xlim=(0, max(1 / bar.step.mfu for bar in bars) * 1.25))
     axes.set_xlabel("time of a step, as a multiple of what its model FLOPs take at the peak (2: an MFU of 50%)")
     handles = [axes.barh(0, 0, label=name, **_look(name)) for name in COLOURS if name in used]
@@ -61,7 +54,7 @@ def draw(bars: Sequence[Bar]) -> Any:
     return figure
 
 
-def _draw_bar(axes: Any, height: int, bar: Bar) -> None:
+def _draw_bar(axes: Any, height: int, bar: TrainingRun) -> None:
     start, step = 0.0, bar.step
     for name, length in multiples(step).items():
         axes.barh(height, length, left=start, height=0.66, **_look(name))
@@ -72,12 +65,12 @@ def _draw_bar(axes: Any, height: int, bar: Bar) -> None:
             axes.text(start + length / 2, height, f"{share:.0%}", bbox=back, **look)
         start += length
     note, end = f"{format_seconds(step.total)}, MFU {step.mfu:.0%}", start
-    if bar.measured:
-        place = bar.measured / (step.total * step.mfu)
+    if bar.seconds:
+        place = bar.seconds / (step.total * step.mfu)
         for side in (-1, 1):
             ends = [height + side * 0.34, height + side * 0.48]
             axes.plot([place, place], ends, color="black", linewidth=2.5, solid_capstyle="butt")
-        note, end = f"{note} ({step.total / bar.measured - 1:+.1%})", max(start, place)
+        note, end = f"{note} ({step.total / bar.seconds - 1:+.1%})", max(start, place)
     axes.annotate(note, (end, height), (8, 0), textcoords="offset points", va="center", fontsize="small")
 
 

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
 from cs336_systems.cost.search_space import RECOMPUTES
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import Case, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig
@@ -23,22 +22,14 @@ from cs336_systems.presets import ModelConfig
 Pair = tuple[int, int]  # tp, pp
 
 
-class Study(NamedTuple):
-    """A model and its sequence, a machine, and a plan for the choices that are not tried."""
-
-    config: ModelConfig
-    seq: int
-    system: System
-    base: Plan
-
-
-def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator[tuple[ModelConfig, Plan]]:
-    """Every microbatch and recomputation that divides and fits, for some (tp, pp); data parallelism takes the rest."""
+def plans(study: Case, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator[tuple[ModelConfig, Plan]]:
+    """Every microbatch and recomputation that divides and fits, for some (tp, pp); data parallelism takes the rest. The
+    plan of the study has the choices that are not tried."""
     for (tp, pp), micro in ((pair, micro) for pair in pairs for micro in (1, 2, 4, 8)):
         dp, rest = divmod(gpus, tp * pp)
         if rest or batch % (dp * micro):
             continue
-        asked = study.base.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
+        asked = study.plan.override(tp=tp, pp=pp, dp=dp, sequence=tp > 1, micro_batch=micro, global_batch=batch)
         model, plan = STACKS[asked.stack].shape(study.config, asked)
         with suppress(UserError):  # it does not divide
             for recompute in RECOMPUTES:
@@ -48,7 +39,7 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
 
 
 def curves(
-    study: Study, counts: Sequence[int], batches: Sequence[int], fixed: Sequence[Pair]
+    study: Case, counts: Sequence[int], batches: Sequence[int], fixed: Sequence[Pair]
 ) -> dict[str, dict[int, StepTime]]:
     """The fastest step by number of accelerators, where one fits: of the best plans (tp up to the node, pp up to the
     layers, powers of two), and of each fixed (tp, pp). Raises UserError if nothing fits at all."""
@@ -67,13 +58,13 @@ def curves(
     return {name: line for name, line in found.items() if line}
 
 
-def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequence[Pair]) -> Any:
+def draw(study: Case, counts: Sequence[int], batch: int, each: int, fixed: Sequence[Pair]) -> Any:
     """A matplotlib Figure of two panels: strong scaling of a batch, weak scaling of `each` rows per accelerator."""
     kinds = {
         f"Strong: {batch} sequences of {study.seq} tokens in a step": [batch] * len(counts),
         f"Weak: {each} sequence{'s' * (each > 1)} of {study.seq} tokens for each GPU": [each * n for n in counts],
     }
-    machine = f"on {plot_text(study.system.name)}, ZeRO {study.base.zero}{of_stack(study.base.stack)}"
+    machine = f"on {plot_text(study.system.name)}, ZeRO {study.plan.zero}{of_stack(study.plan.stack)}"
     heading = f"{study.config.num_layers} layers x {study.config.d_model} {machine}"
     figure = new_figure(13, 5.2, [study.system], heading)
     panels = figure.subplots(1, 2, sharey=True)
@@ -84,8 +75,8 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
     panels[0].set(ylim=(0, top * 1.1), ylabel="MFU")
     panels[0].yaxis.set_major_formatter("{x:.0%}")
     # Tokens per second on the right: MFU times what one accelerator could do at its peak.
-    batch = study.base.micro_batch * study.base.data
-    step = step_time(study.config, study.base.override(global_batch=batch), study.seq, study.system)
+    batch = study.plan.micro_batch * study.plan.data
+    step = step_time(study.config, study.plan.override(global_batch=batch), study.seq, study.system)
     per_second = batch * study.seq / (step.model_flops / study.system.matmul_flops)
     scales = (lambda mfu: mfu * per_second, lambda rate: rate / per_second)
     other = panels[1].secondary_yaxis("right", functions=scales)
