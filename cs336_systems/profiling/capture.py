@@ -107,7 +107,7 @@ class Capture:
         with record_function("warm-up"):
             pass
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda" and not self.nvtx)]
-        wanted = {"record_shapes": True, "profile_memory": True, "with_stack": self.stack, "acc_events": True}
+        wanted: Any = {"record_shapes": True, "profile_memory": True, "with_stack": self.stack, "acc_events": True}
         self.profiler = profile(activities=activities, **wanted)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
