@@ -10,6 +10,7 @@ from math import exp, hypot, log, sqrt
 from statistics import median
 
 from benchmarks.harness import CACHED_BYTES, SLACK
+from cs336_systems.host.console import format_seconds
 
 # Half of a decimal place on a logarithmic scale: a figure further than this from where it belongs would be nearer to it
 # with its point one place further left or right.
@@ -83,7 +84,7 @@ def repeats(part: Sequence[tuple[float, float]], whole: Sequence[tuple[float, fl
 
 def not_slower(part: float, whole: float) -> str:
     """Forward and backward together that take no longer than forward alone (s)."""
-    return "" if whole > part else f"no slower than its forward pass alone, {part * 1e3:.3g} ms"
+    return "" if whole > part else f"no slower than its forward pass alone, {format_seconds(part)}"
 
 
 def misplaced(points: Sequence[tuple[float, float]]) -> dict[int, float]:
@@ -119,7 +120,7 @@ def smaller_yet_slower(points: Sequence[tuple[float, float, float]]) -> dict[int
         apart = (mean - next_mean) / (hypot(std, next_std) or float("inf"))
         if apart > STANDARD_ERRORS:
             found[index] = (
-                f"slower than the next larger one, {next_mean * 1e3:.3g} ms, by {apart:.0f} standard deviations"
+                f"slower than the next larger one, {format_seconds(next_mean)}, by {apart:.0f} standard deviations"
             )
     return found
 

@@ -1,8 +1,8 @@
-"""Flame graphs: a whole trace as a tree of frames whose own times sum, to the nanosecond, to the time of its roots.
+"""Flame graphs: a whole trace as a tree of frames whose self times sum, to the nanosecond, to the time of its roots.
 
 Every operator of backward is below the modules whose forward created it: `backward;model;blocks.0;attention;query` is
 the time of that layer's backward. A recomputed forward is below the backward of its module. Uninformative frames are
-dropped, and their own time goes to the frame around them: time is moved between frames, never lost. Sends and receives
+dropped, and their self time goes to the frame around them: time is moved between frames, never lost. Sends and receives
 "in flight" are no work of any thread, and are left out.
 """
 

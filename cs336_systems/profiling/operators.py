@@ -22,7 +22,7 @@ from cs336_systems.profiling.nesting import Node, outermost
 from cs336_systems.profiling.timeline import IN_FLIGHT, Sort, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
-OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules: their own time, without operators
+OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules: their self time, without operators
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
 FUSED = re.compile(r"^(aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*|cs336_kernels::flash_attention\w*)$")

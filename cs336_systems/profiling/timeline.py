@@ -1,4 +1,4 @@
-"""One rank's timeline: the nested spans of every CPU thread, each with phase, modules and own time; made once.
+"""One rank's timeline: the nested spans of every CPU thread, each with phase, modules and self time; made once.
 
 torch.profiler shows the backward pass as a flat list of autograd nodes without modules. But it links each to the
 operator of the forward pass that created it (both have one sequence number), and that is inside a module's span.
@@ -116,7 +116,7 @@ def timeline(trace: Trace) -> Timeline:
 
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
-    """All spans of CPU threads with phase, direction, modules and, except Python frames, own time; parents first."""
+    """All spans of CPU threads with phase, direction, modules and, except Python frames, self time; parents first."""
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}

@@ -27,7 +27,7 @@ VARIANTS = [{}, {"collapse_blocks": True}]
 
 
 def check_sums(trace, **options):
-    """Every thread's own times sum to its roots, and all three forms say so."""
+    """Every thread's self times sum to its roots, and all three forms say so."""
     roots = [sum(node.duration for node in nest(spans) if node.parent is None) for spans in trace.lanes(*HOST).values()]
     threads = flames(trace, **options)
     for thread in threads:

@@ -110,7 +110,7 @@ def picture(cited: Citation, plain: Record) -> Figure:
         roots = {"$\\sqrt{L s / b}$": plain.predicted["square_root_rule"], "$\\sqrt{L}$": len(peaks) ** 0.5}
         for place, (name, length) in enumerate(roots.items()):
             axes.axvline(length, color=COLOURS[6 if place else 7], linestyle=":", linewidth=1)
-            below = {"xytext": (3, -14 * place), "textcoords": "offset points", "va": "top"}
+            below = {"xytext": (3, -6 - 16 * place), "textcoords": "offset points", "va": "top", "zorder": 3}
             blank = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             axes.annotate(f"{name} = {length:.2f}", (length, max(peaks)), **below, bbox=blank)
         axes.set_xlabel("blocks in a segment")

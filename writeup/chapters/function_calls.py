@@ -81,7 +81,7 @@ def operators(book: Book, cited: Citation, main: Record | None, profile: Profile
                 format_seconds(row[total] / steps / 1e9),
                 f"{format_count(row['flops_per_second'])}FLOP/s" if row["flops_per_second"] else NONE,
             ])  # fmt: skip
-    columns = ("<operator", "calls", "own time", "share", "with all it calls", "rate")
+    columns = ("<operator", "calls", "self", "share", "total", "rate")
     return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
 
 

@@ -152,7 +152,7 @@ def published_times(book: Book) -> Table:
             value = each.values.get(column)
             cells += [f"{value.text} ({value.value / whole[column].value:.0%})" if value else NONE]
         rows.append(cells)
-    return Table(book, ("<of", "CPU, with what it calls (of all)", "GPU (of all)"), rows)
+    return Table(book, ("<of", "CPU total (of all)", "GPU (of all)"), rows)
 
 
 def published_shares(book: Book) -> dict[str, str]:
