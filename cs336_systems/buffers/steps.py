@@ -1,6 +1,6 @@
 """Checks of optimizer steps over wrapped parameters: refuse steps before the synchronisation or without effect."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -40,7 +40,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if a step would use gradients that are not reduced yet, or update tensors that nothing uses."""
-    stepped: dict[Any, Counter[int]] = {}  # by guard, the groups of its wrapper's parameters, and a hash of their names
+    stepped = defaultdict[Any, Counter[int]](Counter)  # by guard and group: a hash of the names of its parameters
     numbered = enumerate(optimizer.param_groups)
     for number, parameter in ((number, parameter) for number, group in numbered for parameter in group["params"]):
         if parameter in replaced:
@@ -57,7 +57,7 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                     "unwrap() it to train on this rank alone"
                 )
             guard.require_finished(f"{type(optimizer).__name__}.step()")
-            stepped.setdefault(guard, Counter())[number] += crc32(guard.names[parameter].encode(errors="replace"))
+            stepped[guard][number] += crc32(guard.names[parameter].encode(errors="replace"))
         with raw():
             gradient = parameter.grad
         # A ShardedOptimizer with a wrapper takes the pieces from there.
