@@ -319,9 +319,11 @@ def threads_case(rank: int, world: int, folder: str, where: str) -> None:
     named, end = threading.Event(), threading.Event()
 
     def run() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        name.write_text("pt_autograd_0")
         named.set()
         end.wait(60)
+        name.write_text("ended")  # Linux may list it for a moment after `join`
 
     launch.of_this_process = True
     thread = threading.Thread(target=run)
