@@ -37,7 +37,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. With
     `wrapper`, a data-parallel wrapper whose gradients are sharded, it takes gradients from there (stage 2). Parameters
     are moved into a flat buffer (each stays the same object), so move or cast the module before. The state has the
-    unsharded optimizer's format and loads at any number of ranks. Raises UserError if the class cannot be sharded.
+    unsharded optimizer's format and loads at any number of ranks. Every rank must make the same optimizers, in the same
+    order. Raises UserError if the class cannot be sharded.
     """
 
     def __init__(
@@ -60,8 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if layout == "flat":
             require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
-        number = count(self.group, "sharded optimizers")
-        self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
+        self.mark = ""
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
@@ -72,6 +72,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in wrapper.buckets:  # so that a rank owns those elements of which it has the gradient
                 self._add_buffer(bucket.parameters, bucket.layout)
         self._compare_order(self.param_groups)
+        number = count(self.group, "sharded optimizers")  # equal on all ranks, since all have come here
+        self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
+        for buffer in self.buffers:
+            buffer.label += self.mark
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
 
@@ -80,7 +84,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         are not: a rank would send others the elements of other parameters."""
         guards = [(p, number, guard_of.get(p)) for number, group in enumerate(groups) for p in group["params"]]
         found = ((p, number, reference and reference()) for p, number, reference in guards)
-        lines = [f"{g.names[p] if g else 'one'} {tuple(p.shape)} {p.dtype} in group {number}" for p, number, g in found]
+        lines = [
+            f"{g.names[p] if g else 'one of'} {tuple(p.shape)} {p.dtype} in group {number}" for p, number, g in found
+        ]
         require_equal("optimizer parameters", lines, self.group, ": give every rank the same order")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -187,7 +187,8 @@ CASES = {
     "each gradient normalised after finish": Case(then(normalise), inexact=SCATTERS),
     "a parameter taken out of its group": Case(then(take_out, 3)),
     "a parameter taken out of its group on one rank": Case(
-        then(take_out_on_one_rank), ", group 0, hash of parameters = "
+        then(take_out_on_one_rank),
+        {" | ".join(ALL[:4]): "the ranks' weights differ", " | ".join(ALL[4:]): "hash of the parameters' names = "},
     ),
     "parameters with a mark of the user's taken out": Case(then(take_out_marked, 3), prepare=mark),
     "the optimizer's state cleared": Case(then(clear_state, 3)),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cs336_systems.buffers.bucket import SHARDED
+from cs336_systems.check.foreign import foreign
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.sharded_optimizer import ShardedOptimizer
@@ -104,6 +105,22 @@ def whole_case(group, name: str) -> None:
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_whole_parameters_are_right_for_what_cannot_be_cut(name):
     ranks.run(whole_case, 2, name=name)
+
+
+def divided_case(group) -> None:
+    """Ranks that step other parameters each, and send them, as torch's sharded optimizer does beside a wrapper."""
+    torch.manual_seed(0)
+    wrapped = BucketedDDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), group=group)
+    optimizer = foreign("torch:zero")[1](list(wrapped.parameters()), torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        wrapped(torch.ones(3, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        wrapped.zero_grad()
+
+
+def test_an_optimizer_divided_by_other_means_is_accepted():
+    ranks.run(divided_case, 2)
 
 
 def two_groups_case(group, layout: str) -> None:

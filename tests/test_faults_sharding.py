@@ -3,6 +3,7 @@ other tensors: the result is right, or every rank raises an error that names the
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -356,6 +357,7 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
         steps(2), {" | ".join(ALL[4:]): "linear.weight and rows lie in one memory"}, make=Viewed
     ),
     "evaluations of the bare module before and after a step": Case(bare_evaluation),
+    "the same, with a fused optimizer": Case(bare_evaluation, cls=partial(torch.optim.AdamW, fused=True), inexact=ALL),
     "a ScriptModule": Case(
         smooth_steps,
         {"stage 3": "layers.0.weight is compiled into a ScriptModule"},

@@ -59,7 +59,7 @@ class Replicas:
         kind = type(optimizer).__name__
         for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
-            options["hash of parameters"] = parameters
+            options["hash of the parameters' names"] = parameters
             before, lines = self.noted.get((kind, place), (None, {}))
             if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}

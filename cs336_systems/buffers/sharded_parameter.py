@@ -90,7 +90,7 @@ class ShardedParameter:
         flat = torch.empty(self.layout.numel, dtype=compute_dtype or weight.dtype, device=weight.device)
         self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
         for each in (self.shard, self.full):
-            vars(each).update(vars(weight))  # marks by which code knows a parameter, such as `_no_weight_decay`
+            vars(each).update(vars(weight) | vars(each))  # what a user has set, such as `_no_weight_decay`
         # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
         self.flat = flat.data
         self.work: Work | None = None  # from `launch_unshard` to `unshard`

@@ -50,6 +50,7 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
             )
         if isinstance(parameter, ShardTensor):
             know_loaded(optimizer.state.get(parameter, {}), parameter)
+            torch.autograd.graph.increment_version(parameter)  # which fused optimizers do not
         if (reference := guard_of.get(parameter)) is not None:
             if (guard := reference()) is None:
                 raise UserError(
@@ -57,7 +58,8 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                     "unwrap() it to train on this rank alone"
                 )
             guard.require_finished(f"{type(optimizer).__name__}.step()")
-            stepped[guard][number] += crc32(guard.names[parameter].encode(errors="replace"))
+            apart = guard.shards or hasattr(optimizer, "parts")  # else the weights themselves are compared
+            stepped[guard][number] += crc32(guard.names[parameter].encode(errors="replace")) if apart else 0
         with raw():
             gradient = parameter.grad
         # A ShardedOptimizer with a wrapper takes the pieces from there.

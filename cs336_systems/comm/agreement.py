@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
@@ -39,9 +40,12 @@ def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | 
     timed_store(default_group(), limit).set(f"{kind}/{dist.get_rank()}", message)
 
 
-@_disable_dynamo  # what compiled code cannot read
 def fault(message: str) -> UserError:
     """Post a message as the reason why this rank stops, for ranks that wait for it; returns the UserError to raise."""
+    return (_disable_dynamo(_fault) if torch.compiler.is_compiling() else _fault)(message)
+
+
+def _fault(message: str) -> UserError:
     with suppress(StoreLostError):
         post("reason", f"failed: {message}")
     return UserError(message)
