@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UserError("the wrapper synchronises parameters that the optimizer was not given")
             for bucket in wrapper.buckets:  # so that a rank owns those elements of which it has the gradient
                 self._add_buffer(bucket.parameters, bucket.layout)
-        self._compare_order(self.param_groups)
+        self._compare_order()
         number = count(self.group, "sharded optimizers")  # equal on all ranks, since all have come here
         self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
         for buffer in self.buffers:
@@ -79,14 +79,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
 
-    def _compare_order(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises UserError on every rank unless all ranks have the same parameters in the same order, as those of a set
-        are not: a rank would send others the elements of other parameters."""
-        guards = [(p, number, guard_of.get(p)) for number, group in enumerate(groups) for p in group["params"]]
-        found = ((p, number, reference and reference()) for p, number, reference in guards)
-        lines = [
-            f"{g.names[p] if g else 'one of'} {tuple(p.shape)} {p.dtype} in group {number}" for p, number, g in found
-        ]
+    def _compare_order(self, first: int = 0) -> None:
+        """Raises UserError on every rank unless the groups from number `first` on have the same parameters in the same
+        order on all, as those of a set have not: a rank would send others the elements of other parameters."""
+        lines = []
+        for number, group in enumerate(self.param_groups[first:], first):
+            for p in group["params"]:
+                guard = reference() if (reference := guard_of.get(p)) else None
+                name = guard.names[p] if guard else "a parameter"
+                lines.append(f"{name} {tuple(p.shape)} {p.dtype} in group {number}")
         require_equal("optimizer parameters", lines, self.group, ": give every rank the same order")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
                 self._add_buffer(same, layout)
         if self.inner is not None:
-            self._compare_order([added])
+            self._compare_order(len(self.param_groups) - 1)
             self.inner.add_param_group(self._share(added))
             self._take_state()
 

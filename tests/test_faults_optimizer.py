@@ -123,6 +123,22 @@ def test_an_optimizer_divided_by_other_means_is_accepted():
     ranks.run(divided_case, 2)
 
 
+def refused_once_case(group) -> None:
+    """One rank's first attempt fails before it meets the others; equal numbers of optimizers are made all the same."""
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="empty parameter list"):
+            ShardedOptimizer([], torch.optim.SGD, group, lr=0.1)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, group, lr=0.1)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((4,), 0.9))
+
+
+def test_an_optimizer_that_one_rank_could_not_make_is_not_counted():
+    ranks.run(refused_once_case, 2)
+
+
 def two_groups_case(group, layout: str) -> None:
     model = Net()
     groups = [{"params": [model.scale]}, {"params": list(model.parameters())}]

@@ -48,7 +48,7 @@ class Replicas:
         self.names, self.group = {p: name for p, name in names.items() if not p.is_inference()}, group
         self.versions = [p._version for p in self.names]  # when the values were last known to be equal
         self.options: dict[str, None] = {}
-        self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
+        self.noted: dict[tuple[str, int, int], tuple[object, dict[str, None]]] = {}  # options, and their lines
         self.module, self.number, self.doubted = module, number, False
         self.own, self.lines = 0, (list[str](), list[str]())  # the last checksum; options and buffers that are in it
         self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
@@ -60,12 +60,12 @@ class Replicas:
         for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
             options["hash of the parameters' names"] = parameters
-            before, lines = self.noted.get((kind, place), (None, {}))
+            before, lines = self.noted.get((kind, place, parameters), (None, {}))
             if options != before:  # rarely, since a thousand groups have ten thousand options
                 shown = {key: plain(value) for key, value in options.items()}
                 lines = {f"{kind}, group {place}, {key} = {each}": None for key, each in shown.items() if each}
                 writable = any(isinstance(value, Tensor | list) for value in options.values())
-                self.noted[kind, place] = None if writable else options, lines
+                self.noted[kind, place, parameters] = None if writable else options, lines
             self.options |= lines
 
     def checksum(self) -> int:

@@ -42,6 +42,7 @@ def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | 
 
 def fault(message: str) -> UserError:
     """Post a message as the reason why this rank stops, for ranks that wait for it; returns the UserError to raise."""
+    # Compiled code cannot post; else the compiler is not loaded, which takes seconds in which the others wait.
     return (_disable_dynamo(_fault) if torch.compiler.is_compiling() else _fault)(message)
 
 

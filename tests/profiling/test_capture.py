@@ -163,7 +163,7 @@ def test_sparse_gradients_are_left_out_and_no_error(tmp_path):
     assert trace_files(tmp_path)
 
 
-@pytest.mark.skipif(torch.version.cuda and not torch.cuda.is_available(), reason="torch itself would look for a driver")
+@pytest.mark.skipif(torch.version.cuda and not torch.cuda.is_available(), reason="this torch would look for a driver")
 def test_a_cpu_run_leaves_the_gpu_alone(tmp_path, monkeypatch):
     """Forked ranks of a machine with a GPU must not touch it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

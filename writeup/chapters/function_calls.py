@@ -51,12 +51,12 @@ def config_of(record: Record) -> ModelConfig:
 
 
 def clocked(profile: Profile) -> tuple[str, str, str]:
-    """The names of a row's own time, of its share, and of its total: the device's where anything ran on one."""
+    """The names of a row's self time, of its share, and of its total: the device's where anything ran on one."""
     where = "device" if profile["clock"] == "device" else "cpu"
     return f"{where}_self", f"{where}_self_share", f"{where}_total"
 
 
-def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
+def by_self_time(profile: Profile, period: str) -> list[dict[str, Any]]:
     """The operators of a phase, or of the step, with the longest self time."""
     own, _, _ = clocked(profile)
     return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
@@ -74,7 +74,7 @@ def operators(book: Book, cited: Citation, main: Record | None, profile: Profile
     if main and profile:
         own, own_share, total = clocked(profile)
         steps = profile["steps"]
-        for row in by_own_time(profile, period)[:SHOWN]:
+        for row in by_self_time(profile, period)[:SHOWN]:
             rows.append([
                 markdown_code(row["name"]), f"{row['calls'] / steps:,.0f}",
                 format_seconds(row[own] / steps / 1e9), f"{row[own_share]:.1%}",
