@@ -12,9 +12,17 @@ from dataclasses import replace
 import torch
 
 from benchmarks.lib import sheets
-from benchmarks.lib.catalogue import EDITIONS, Benchmark
 from benchmarks.lib.options import command
-from benchmarks.lib.running import AllSettings, Journal, Outcome, ended_politely, measure_all, skipped
+from benchmarks.lib.running import (
+    EDITIONS,
+    AllSettings,
+    Benchmark,
+    Journal,
+    Outcome,
+    ended_politely,
+    measure_all,
+    skipped,
+)
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, os_errors

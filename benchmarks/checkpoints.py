@@ -17,14 +17,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_state
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError, noise, ratios, summarise, take_turns
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.sheets import MARK, day, groups, machine, median, show, time
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times, line_up, now
@@ -34,7 +33,6 @@ from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save
 from cs336_systems.comm import Group, Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.table import Table
@@ -285,11 +283,10 @@ def work(place: Place, settings: CheckpointSettings) -> None:
         agree("measured", "", group)  # the folder goes now
 
 
-@click.command()
-@console.options(CheckpointSettings)
-def main(**options: Any) -> None:
+@command(CheckpointSettings)
+def main(settings: CheckpointSettings) -> None:
     """Time saving and loading a model and its optimizer's state; ways to save take turns. Print predictions, too."""
-    start(work, CheckpointSettings(**options), "checkpoints", require_room)
+    start(work, settings, "checkpoints", require_room)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from statistics import median
 
 from benchmarks.harness import ratios
 from benchmarks.lib.options import command
-from benchmarks.lib.peers import ALONE, TORCH_DDP, ddp_candidates
-from benchmarks.lib.turns import Turn
+from benchmarks.lib.turns import ALONE, TORCH_DDP, Turn, ddp_candidates
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place

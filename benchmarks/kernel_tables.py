@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import attention, fused, norms
-from benchmarks.lib.attention_candidates import Attention
+from benchmarks.attention import Attention
 from benchmarks.lib.contest import OURS, format_ms
 from benchmarks.lib.kernel import FORWARD
 from benchmarks.lib.sheets import pages

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import click
 import torch
 
-from benchmarks.attention import LEADERBOARD
+from benchmarks.attention import LEADERBOARD, flops, gate, inputs, load_ours
 from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
-from benchmarks.lib.attention_candidates import flops, gate, inputs, load_ours
 from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
 from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.options import COUNT, RecordOptions, command

@@ -10,13 +10,12 @@ from functools import partial
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks.harness import ratios
 from benchmarks.lib.launcher import Answer
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.scaling_record import make_record
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
 from benchmarks.lib.sheets import MARK, groups, time
@@ -26,7 +25,6 @@ from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.context_parallel import attention_work
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, STYLES, can_plot, save, ticks_at, tidy
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import plot_text, printable
@@ -148,11 +146,10 @@ def draw(path: Path) -> Path:
     return save(figure, path.with_suffix(".svg"))
 
 
-@click.command()
-@console.options(LongContextSettings)
-def main(**options: Any) -> None:
+@command(LongContextSettings)
+def main(settings: LongContextSettings) -> None:
     """Train on long sequences with one rank and with three kinds of context parallelism, in turn."""
-    settings, here = LongContextSettings(**options), find_place()
+    here = find_place()
     if here.world_size > 1:
         raise UserError("this benchmark starts its ranks itself: run it without torchrun")
     if settings.smoke:

@@ -19,8 +19,7 @@ from click.core import ParameterSource
 
 from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
-from benchmarks.lib.residuals import model_residuals
-from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+from benchmarks.lib.residuals import Strategy, best, model_residuals, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
 from benchmarks.lib.workload import Case, ModelOptions, Workload, model_config
 from benchmarks.memory_tables import sheets

@@ -13,17 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import click
 import torch
 
-from benchmarks.collect_files import collect_files
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
 from benchmarks.harness import noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
-from benchmarks.lib.options import RankOptions
+from benchmarks.lib.options import RankOptions, command
 from benchmarks.lib.scaling_record import crowded
-from benchmarks.rank_times import line_up
+from benchmarks.rank_times import collect_files, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
@@ -232,11 +230,10 @@ def compared(record: Record) -> str:
     return line + (f"; {same} of {len(PUBLISHED)} are the published ones" if is_published(record) else "")
 
 
-@click.command()
-@console.options(MoEEvalSettings)
-def main(**options: Any) -> None:
+@command(MoEEvalSettings)
+def main(settings: MoEEvalSettings) -> None:
     """Evaluate a language model with experts: loss, perplexity, speed, bytes sent, profile."""
-    settings, here = MoEEvalSettings(**options), find_place()
+    here = find_place()
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1

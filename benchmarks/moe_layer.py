@@ -16,11 +16,10 @@ import click
 from benchmarks.expert_tables import layers, show
 from benchmarks.lib.expert_layer import Bench, Candidate, LayerSettings, Way, cell, work
 from benchmarks.lib.launcher import rank_counts, run
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from cs336_systems.comm import Group
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import setting
 from cs336_systems.presets import Mixture
 
@@ -59,11 +58,9 @@ def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> li
     return [*found, Candidate(bench, dropless, about, found[1])]
 
 
-@click.command()
-@console.options(MoELayerSettings)
-def main(**options: Any) -> None:
+@command(MoELayerSettings)
+def main(settings: MoELayerSettings) -> None:
     """Time one expert layer in turn with dispatch by sort, by one-hot tensors, and without a capacity limit."""
-    settings = MoELayerSettings(**options)
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     settings.sort()

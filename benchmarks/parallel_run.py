@@ -13,9 +13,8 @@ from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.options import COUNT, RankOptions
-from benchmarks.lib.peers import Build
 from benchmarks.lib.sheets import show
-from benchmarks.lib.turns import UNTIMED, Arena, Turn, check
+from benchmarks.lib.turns import UNTIMED, Arena, Build, Turn, check
 from benchmarks.parallel_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets

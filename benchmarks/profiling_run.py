@@ -14,11 +14,9 @@ from typing import Literal
 import click
 import torch
 
-from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.lib.options import COUNT, command
-from benchmarks.lib.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,
     beside_measured,
@@ -27,8 +25,9 @@ from benchmarks.lib.profiling_record import (
     memory_snapshot,
     predicted,
 )
-from benchmarks.lib.turns import ADAMW, check
+from benchmarks.lib.turns import ADAMW, Build, alone, check, stage, torch_ddp, wrapped
 from benchmarks.lib.workload import Case, ModelOptions, compile_model
+from benchmarks.rank_times import collect_files
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, command
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -165,10 +165,9 @@ def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
     return 0 if failed is None else int(processes[failed].returncode)
 
 
-@click.command()
-@console.options(TwoNodesSettings)
+@command(TwoNodesSettings)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def main(command: tuple[str, ...], **options: Any) -> None:
+def main(settings: TwoNodesSettings, command: tuple[str, ...]) -> None:
     """Run a benchmark, such as benchmarks/allreduce.py with its options after --, as if on two nodes. Needs root.
 
     The command gets a --link option, so that its records describe the link. Course assignments use 2 x 1,
@@ -177,7 +176,7 @@ def main(command: tuple[str, ...], **options: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not one that nohup has told it to ignore
             signal.signal(number, signal.default_int_handler)  # like ^C, after which everything is cleaned up
-    if code := run(TwoNodesSettings(**options), command):
+    if code := run(settings, command):
         sys.exit(code if code > 0 else 1)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks.harness import ratios, saved_storages
 from benchmarks.lib.options import command
-from benchmarks.lib.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
-from benchmarks.lib.turns import OF_GRADIENTS, Arena, Turn
+from benchmarks.lib.turns import OF_GRADIENTS, TORCH_FSDP, TORCH_ZERO, Arena, Turn, zero_candidates
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.catalogue import CPU, Benchmark
+from benchmarks.lib.running import CPU, Benchmark
 from benchmarks.records import RESULTS, Record, every_record, read_records
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable

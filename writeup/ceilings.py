@@ -1,6 +1,6 @@
 """Published times put in relation: their share of a GPU's bandwidth or peak, and the expected time."""
 
-from benchmarks.lib.attention_candidates import AttentionTask, flops
+from benchmarks.attention import AttentionTask, flops
 from benchmarks.lib.kernel import BOTH, DTYPES, FORWARD
 from benchmarks.lib.row_kernels import norm_bytes as moved
 from cs336_systems.cost.machines import System, system_preset

@@ -13,8 +13,7 @@ import torch
 from benchmarks import all as everything
 from benchmarks import attention, norms
 from benchmarks.lib import running
-from benchmarks.lib.catalogue import CPU, EDITIONS, GPU, Benchmark
-from benchmarks.lib.running import AllSettings, arguments
+from benchmarks.lib.running import CPU, EDITIONS, GPU, AllSettings, Benchmark, arguments
 from cs336_systems.host.console import run_command
 
 FAKE = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.collect_files import collect_files
+from benchmarks.rank_times import collect_files
 from cs336_systems.profiling.trace import trace_name
 from tests.support import ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import fused
+from benchmarks.fused import KERNELS, gpt2_shapes
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import fused_candidates, kernel_run, row_kernels
-from benchmarks.lib.fused_candidates import KERNELS, gpt2_shapes
+from benchmarks.lib import kernel_run, row_kernels
 from benchmarks.lib.kernel import SizedTask, always
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
@@ -158,7 +158,7 @@ def detached(result, *leaves):
 
 
 def test_the_gates_see_every_result_and_gradient():
-    norm, loss = row_kernels.reference_add_rmsnorm, fused_candidates.torch_loss
+    norm, loss = row_kernels.reference_add_rmsnorm, fused.torch_loss
     assert gate("swiglu", reference.swiglu) < 1e-6
     assert gate("add-rmsnorm", norm) < 1e-6
     assert gate("cross-entropy", loss) < 1e-6
@@ -182,14 +182,14 @@ def test_the_gates_see_every_result_and_gradient():
 
 @pytest.mark.parametrize("change", [{"betas": (0.9, 0.96)}, {"weight_decay": 0.0}, {"lr": 1.001e-3}, {"eps": 1e-4}])
 def test_the_gate_of_adamw_sees_every_setting(change):
-    options = fused_candidates.AdamWStep.options
+    options = fused.AdamWStep.options
     assert gate("adamw", lambda params: torch.optim.AdamW(params, **options)) < 5e-6
     with pytest.raises(WrongResultError, match="it's parameter 0 is off"):
         gate("adamw", lambda params: torch.optim.AdamW(params, **options | change))
 
 
 def test_the_gate_of_adamw_sees_a_tensor_that_was_left_out():
-    options = fused_candidates.AdamWStep.options
+    options = fused.AdamWStep.options
     with pytest.raises(WrongResultError, match="it's parameter 15 is off"):
         gate("adamw", lambda params: torch.optim.AdamW(params[:-1], **options))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import attention, norms
+from benchmarks.attention import AttentionTask, flops, peak_bytes, some_queries
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import attention_candidates, kernel_run, row_kernels
-from benchmarks.lib.attention_candidates import AttentionTask, flops, peak_bytes, some_queries
+from benchmarks.lib import kernel_run, row_kernels
 from benchmarks.lib.contest import UnavailableError
 from benchmarks.lib.kernel import SizedTask, always
 from benchmarks.lib.row_kernels import norm_bytes
@@ -163,8 +163,8 @@ def test_the_gate_sees_every_gradient_and_the_last_row():
 
 
 def test_wrong_attention_gets_no_speed(in_tmp, monkeypatch):
-    right = attention_candidates.naive_attention
-    monkeypatch.setattr(attention_candidates, "naive_attention", lambda q, k, v, bias: right(q, k, v, None))  # no mask
+    right = attention.naive_attention
+    monkeypatch.setattr(attention, "naive_attention", lambda q, k, v, bias: right(q, k, v, None))  # no mask
     assert run_command(attention.main, [*TINY_FLASH, "--candidate", "eager", "--candidate", "sdpa-math"]) == 2
     found = by_name(lines(in_tmp, "attention"), "forward")
     assert "wrong result: eager's output" in found["eager"]["flags"][0]
@@ -189,12 +189,12 @@ class WrongKeyGradient(torch.autograd.Function):
 
 def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
     task = AttentionTask("flash", 2, 50, 16, "fp32", causal=True)
-    inputs, queries = attention_candidates.inputs(task, CPU), torch.tensor([0, 3, 49])
+    inputs, queries = attention.inputs(task, CPU), torch.tensor([0, 3, 49])
     q, k, v = inputs.leaves.values()
     few = some_queries(q[:, queries], k, v, queries, True)
     assert torch.allclose(few, reference.attention(q, k, v, True)[0][:, queries], atol=1e-6)
     with pytest.raises(WrongResultError, match="unscaled's gradient of k is off"):
-        attention_candidates.gate("unscaled", WrongKeyGradient.apply, task, inputs)
+        attention.gate("unscaled", WrongKeyGradient.apply, task, inputs)
 
 
 def test_our_kernel_is_not_timed_on_a_cpu(in_tmp, capsys):
@@ -206,8 +206,8 @@ def test_our_kernel_is_not_timed_on_a_cpu(in_tmp, capsys):
 @needs_interpreter
 def test_a_dim_that_our_kernel_cannot_do_makes_it_unavailable():
     with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
-        attention_candidates.load_ours(AttentionTask("flash", 1, 32, 129, "fp32", causal=True), CPU)
-    attention_candidates.load_ours(AttentionTask("flash", 1, 32, 128, "fp32", causal=True), CPU)
+        attention.load_ours(AttentionTask("flash", 1, 32, 129, "fp32", causal=True), CPU)
+    attention.load_ours(AttentionTask("flash", 1, 32, 128, "fp32", causal=True), CPU)
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):

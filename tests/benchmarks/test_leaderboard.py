@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import leaderboard
+from benchmarks.attention import AttentionTask, inputs
 from benchmarks.gate import tolerance
 from benchmarks.harness import WrongResultError
 from benchmarks.leaderboard import FULL, TINY, LeaderboardStep, gate_step, largest_step
-from benchmarks.lib import attention_candidates
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -88,7 +88,7 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
 
 def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
     task, cuda = (
-        attention_candidates.AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True),
+        AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True),
         SimpleNamespace(type="cuda"),
     )
     hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
@@ -105,7 +105,7 @@ def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, caps
 
     monkeypatch.setattr(leaderboard, "TASK", task)
     monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
-    monkeypatch.setattr(leaderboard, "inputs", lambda task, device: attention_candidates.inputs(task, CPU))
+    monkeypatch.setattr(leaderboard, "inputs", lambda task, device: inputs(task, CPU))
     monkeypatch.setattr(leaderboard, "time_attention", clock)
     monkeypatch.setattr(leaderboard, "compile_model", compiler(compiled := lambda q, k, v: right(q, k, v)))
     fields = leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import memory
 from benchmarks.lib import sheets as common
 from benchmarks.lib.plan import Bench
-from benchmarks.lib.segments import neighbours, strategy, sweep
+from benchmarks.lib.residuals import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
 from benchmarks.memory_tables import grouped, label, peak_row, sheets, stream_bytes
 from benchmarks.records import Record, read_records

@@ -7,22 +7,27 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.lib.mixed_precision_parts import (
+from benchmarks.mixed_precision import (
     LOG_SOFTMAX,
     LOSS,
     NAMES,
     PARAMETERS,
     PRODUCTS,
     STATISTICS,
+    SUMS,
     TOY,
     TRANSFORMER,
     Part,
+    Sum,
+    account,
+    accumulate,
     documented_for_cuda,
+    main,
     probe,
     probe_toy,
     probe_transformer,
+    why,
 )
-from benchmarks.mixed_precision import SUMS, Sum, account, accumulate, main, why
 from benchmarks.records import read_records
 from cs336_systems.host.console import run_command
 

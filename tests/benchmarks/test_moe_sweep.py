@@ -9,8 +9,7 @@ from benchmarks import moe_sweep
 from benchmarks.expert_tables import cells, row, show, sweep
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
-from benchmarks.lib.expert_picture import chosen_capacity, draw, factor, lines
-from benchmarks.moe_sweep import MoESweepSettings, parse_capacity
+from benchmarks.moe_sweep import MoESweepSettings, chosen_capacity, draw, factor, lines, parse_capacity
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks import checkpoints, ddp, long_context, moe_eval, parallel_run, profiling_run, scaling, zero
-from benchmarks.lib.peers import wrapped
-from benchmarks.lib.turns import check
+from benchmarks.lib.turns import check, wrapped
 from benchmarks.parallel_run import ParallelSettings
 from benchmarks.records import read_records
 from cs336_systems.comm import Place

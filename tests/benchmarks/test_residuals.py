@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.lib.residuals import Residual, Residuals, model_residuals, residuals
-from benchmarks.lib.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+from benchmarks.lib.residuals import (
+    Residual,
+    Residuals,
+    Strategy,
+    best,
+    model_residuals,
+    neighbours,
+    residuals,
+    square_root_rule,
+    strategy,
+    sweep,
+)
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.model.precision import autocast

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.lib.segments import strategy
+from benchmarks.lib.residuals import strategy
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.cost.commands.explain import command
 from cs336_systems.cost.course import ANSWERS, QUESTIONS, parse_numbers, question

@@ -3,7 +3,7 @@ how they are run."""
 
 import pytest
 
-from benchmarks.lib.catalogue import EDITIONS, Benchmark
+from benchmarks.lib.running import EDITIONS, Benchmark
 from cs336_systems.errors import UserError
 from writeup import run as running
 

@@ -1,8 +1,7 @@
 """Published times of attention and of the leaderboards, and the share of a GPU's peak that each means."""
 
-from benchmarks.attention import LEADERBOARD
+from benchmarks.attention import LEADERBOARD, flops
 from benchmarks.leaderboard import BATCH, FULL
-from benchmarks.lib.attention_candidates import flops
 from benchmarks.lib.kernel import BOTH
 from cs336_systems.cost import forward_flops
 from cs336_systems.cost.machines import system_preset

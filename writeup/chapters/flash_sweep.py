@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from benchmarks.attention import COURSE_SEQUENCES, DIMS
-from benchmarks.lib.attention_candidates import AttentionTask, flops, peak_bytes
+from benchmarks.attention import COURSE_SEQUENCES, DIMS, AttentionTask, flops, peak_bytes
 from benchmarks.records import Record
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_bytes, format_seconds

@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.expert_tables import arithmetic, is_published
 from benchmarks.expert_tables import cells as sweep_cells
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected, spread
-from benchmarks.lib.expert_picture import draw as draw_sweep
+from benchmarks.moe_sweep import draw as draw_sweep
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.text import markdown_code, markdown_text
