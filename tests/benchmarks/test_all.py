@@ -89,13 +89,6 @@ def test_what_fails_is_named_and_the_others_still_run(fakes, capsys):
     assert log(folder, "ok").startswith("this is ok")
 
 
-def test_all_well_is_exit_code_0_and_leaves_records_and_logs(fakes):
-    folder = fakes(fake("record"), fake("ok"))
-    assert suite() == 0
-    found = sorted(str(path.relative_to(folder)) for place in ("logs", "out") for path in (folder / place).iterdir())
-    assert found == ["logs/01_record.log", "logs/02_ok.log", "out/commands.json", "out/fake.jsonl"]
-
-
 def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
     folder = fakes(fake("ok", seconds=100.0), fake("fail", seconds=20.0))
     assert suite("--list", "--commit", "abc") == 0
@@ -146,13 +139,6 @@ def test_a_remark_is_a_column_only_where_there_is_one(fakes, capsys):
     assert suite("--again") == 0
     (head,) = (line for line in capsys.readouterr().out.splitlines() if "outcome" in line)
     assert "remark" in head
-
-
-def test_no_time_at_all_is_one_line_and_exit_code_2(fakes, capsys):
-    folder = fakes(fake("ok"))
-    assert suite("--minutes", "0") == 2
-    assert capsys.readouterr().err.splitlines() == ["error: nothing to measure: the 0 minutes do not suffice"]
-    assert not list(folder.glob("logs/*"))
 
 
 def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):

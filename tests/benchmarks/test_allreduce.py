@@ -114,22 +114,6 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--device", "cuda"), "error: --device cuda, but torch finds no CUDA device here; use --device cpu"),
-        (
-            ("--backend", "nccl"),
-            "error: --backend nccl moves tensors between GPUs, and there is none here; use --backend",
-        ),
-    ],
-)
-def test_a_missing_gpu_is_one_line(options, line, capsys):
-    assert run_command(allreduce.main, [*options]) == 2
-    assert capsys.readouterr().err.startswith(line)
-
-
 # The ways to start it, each once: a start takes seconds.
 
 

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -13,7 +12,7 @@ from benchmarks import collective, rank_times
 from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
 from benchmarks.records import Record, read_records
-from cs336_systems.comm import Place, all_reduce, distributed, launch
+from cs336_systems.comm import Place, all_reduce, launch
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
 from tests.support import ranks
@@ -153,16 +152,3 @@ def work_case(rank: int, world_size: int, folder: str) -> None:
 
 def test_rank_0_records_every_size_and_those_that_do_not_fit():
     ranks.run_alone(work_case, 2)
-
-
-def twice_case(rank: int, world_size: int, folder: str) -> None:
-    for collectives in (1, 2):
-        with distributed(timeout=10, place=Place(rank, world_size, rank, world_size, f"{folder}/store")) as group:
-            for _ in range(collectives):
-                all_reduce(torch.ones(1), group).wait()
-            # Who ends first must not take what the others said at the end of an earlier group for their word.
-            time.sleep(0.2 * rank)
-
-
-def test_ranks_may_meet_again_at_the_same_place():
-    ranks.run_alone(twice_case, 2)

@@ -11,7 +11,6 @@ from benchmarks.harness import (
     Measurement,
     Timer,
     WrongResultError,
-    interleave,
     measure,
     ratios,
     require_close,
@@ -80,17 +79,6 @@ def test_summary():
     assert summarise([4.0])["std_ms"] == 0.0
 
 
-def test_candidates_take_turns():
-    order = []
-
-    def candidate(name, ms):
-        return lambda: order.append(name) or ms
-
-    samples = interleave({"a": candidate("a", 1.0), "b": candidate("b", 2.0)}, rounds=3)
-    assert order == ["a", "b"] * 3
-    assert samples == {"a": [1.0] * 3, "b": [2.0] * 3}
-
-
 def test_ratios_survive_a_drifting_machine():
     drift = [1.0, 3.0, 9.0, 2.0]
     against = ratios([2 * d for d in drift], drift)
@@ -108,12 +96,6 @@ def test_impossible_and_noisy_figures_are_flagged():
     # What fits a cache may be read faster than memory.
     assert suspicions(summarise([1e-3, 1e-3]), 0, 2**28, MACHINE) == []
     assert suspicions(summarise([900.0, 1100.0]), 0, 0, MACHINE) == ["noisy: standard deviation 14% of the mean"]
-
-
-def test_a_missed_synchronisation_is_flagged():
-    # The original write-up's 1 GB all-reduce in 0.25 ms, read as a copy: 4 TB/s on a link and memory of less.
-    h100 = Hardware("H100", matmul_flops=67e12, bandwidth=3.35e12, source="data sheet")
-    assert suspicions(summarise([0.25] * 5), flops=0, bytes_moved=2**30, hardware=h100)
 
 
 def test_the_gate_refuses_what_is_wrong():

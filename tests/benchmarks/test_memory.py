@@ -1,7 +1,6 @@
 """The memory benchmark, run as a user runs it: what it measures beside the prediction, records, shows and refuses."""
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from benchmarks.lib.residuals import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
 from benchmarks.memory_tables import grouped, label, peak_row, sheets, stream_bytes
 from benchmarks.records import Record, read_records
-from benchmarks.tables import FIRST, measured_tables
+from benchmarks.tables import measured_tables
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
@@ -203,15 +202,6 @@ def test_equal_neighbours_share_a_row():
     assert [row[0] for row in grouped([none, some])] == [
         "embedding", "blocks.0", "blocks.1 to blocks.2, each", "blocks.3", "head",
     ]  # fmt: skip
-
-
-def test_each_commit_has_its_own_table():
-    other = replace(record(mode="forward"), environment=WHERE | {"commit": "9876543210"})
-    assert [sheet.title.split(", ")[4] for sheet in sheets([record(), other])] == ["commit abcdef0", "commit 9876543"]
-
-
-def test_the_page_says_what_to_run_where_there_is_no_record(tmp_path):
-    assert measured_tables(tmp_path, "memory") == f"Not measured yet: `{FIRST['memory']}`, then `make readme`."
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

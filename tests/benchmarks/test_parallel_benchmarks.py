@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoints, ddp, long_context, moe_eval, parallel_run, profiling_run, scaling, zero
+from benchmarks import (
+    allreduce,
+    checkpoints,
+    ddp,
+    e2e,
+    long_context,
+    moe_eval,
+    parallel_run,
+    profiling_run,
+    scaling,
+    zero,
+)
 from benchmarks.lib.turns import check, wrapped
 from benchmarks.parallel_run import ParallelSettings
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
-from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.ddp import BucketedDDP, FlatDDP
 from cs336_systems.host.console import run_command
 from tests.support import ranks
@@ -100,26 +110,10 @@ def test_the_gate_sees_a_wrong_wrapper(kind):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "benchmark",
-    [checkpoints, ddp, long_context, moe_eval, profiling_run, scaling, zero],
+    [allreduce, checkpoints, ddp, e2e, long_context, moe_eval, profiling_run, scaling, zero],
     ids=lambda each: each.__name__,
 )
-def test_a_missing_gpu_is_named_before_ranks_start(benchmark, tmp_path, monkeypatch, capsys):
+def test_a_missing_gpu_is_named_before_anything_starts(benchmark, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_command(benchmark.main, ["--device", "cuda"]) == 2
     assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
-
-
-def test_reductions_hide_behind_backward():
-    link = Link(latency=0.0, bandwidth=1e9)
-    times = [link.seconds(1e9, ranks=2)] * 4
-    assert times == [1.0] * 4
-    assert exposed_seconds([1e9] * 4, times, backward=4.0, overlap=False) == 4.0
-    assert exposed_seconds([1e9] * 4, times, backward=4.0, overlap=True) == 1.0  # all but the last
-    assert exposed_seconds([1e9] * 4, times, backward=0.4, overlap=True) == pytest.approx(3.7)  # the first waits
-
-
-def test_the_memory_table_of_the_paper():
-    # Rajbhandari et al., figure 1, for 7.5 B parameters on 64 ranks, in fp32 rather than mixed precision.
-    stages = [sum(zero_memory(7_500, 0, 64, stage).values()) for stage in range(4)]
-    assert stages == pytest.approx([120_000, 60_937.5, 31_406.25, 1_875])
-    assert zero_memory(1_000, 100, 2, 3)["parameters"] == 4 * (450 + 100)

@@ -198,16 +198,6 @@ def test_traces_of_more_ranks_are_named_before_anything_is_measured(tmp_path, ca
     assert run_command(profiling_run.main, [*options, "--nproc", "2"]) == 0
 
 
-@pytest.mark.parametrize(("data", "message"), [(b"", "empty"), (b"{", "cut short"), (b"trace", "no JSON")])
-def test_a_broken_trace_is_one_line(data, message, tmp_path, capsys):
-    (tmp_path / "rank0.trace.json").write_bytes(data)
-    for command in ("report", "merge"):
-        assert run_command(profiling, [command, str(tmp_path)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert message in error
-
-
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "tables.md").mkdir()
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}

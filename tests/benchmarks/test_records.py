@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks import e2e
+from benchmarks.lib.scaling_tables import NOT_YET
 from benchmarks.records import SCHEMA, Record, append_record, appended, machine_name, open_records, read_records
-from benchmarks.tables import BEGIN, END, insert, main, measured_tables
+from benchmarks.tables import BEGIN, END, FIRST, insert, main, measured_tables
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -162,6 +163,12 @@ def test_each_commit_has_its_own_table(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no records under"):
         measured_tables(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_a_page_without_records_says_how_to_get_them(what, tmp_path):
+    said = measured_tables(tmp_path, what)
+    assert said.startswith(NOT_YET if what == "scaling" else f"Not measured yet: `{FIRST[what]}`, then `make readme`.")
 
 
 def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ REFUSED = {
         "--year 2023": "no 2023 edition",
         "--precision tf32": "tf32 is a format of NVIDIA GPUs",
         "--steps 0": "Invalid value for '--steps': 0 is not in the range x>=1.",
+        "--results file": "cannot write file/e2e.jsonl",
         "--mode sideways": "Invalid value for '--mode': 'sideways' is not one of",
     },
     "memory": {
@@ -147,6 +148,7 @@ def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, m
     for place, start in product((module, launcher, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):
+        monkeypatch.setattr(place, "make_bench", lambda *_: pytest.fail("measured in vain"), raising=False)
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)
     (in_tmp / "file").write_text("")
     device = [] if name in NO_DEVICE else ["--device", "cpu"]

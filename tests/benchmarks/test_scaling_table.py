@@ -43,28 +43,9 @@ def published() -> list[ScalingRun]:
 
 
 def test_the_published_rows_give_the_studys_figures(published):
-    first, base = published[0], default_base(published)
-    assert base is published[1]
-    for run, (world, ms, samples, tokens, to_1, to_8, wait, ideal, hfu, timed, left) in zip(
-        published, ROWS, strict=True
-    ):
-        got = [
-            f"{value:.1f}" for value in (run.iteration_ms, run.samples_per_s, run.samples_per_s * run.seq_length / 1e3)
-        ]
-        assert [str(run.world), *got] == [world, ms, samples, tokens]
-        shares = (efficiency(run, first), bubble(run), ideal_bubble(run), utilisation(run))
-        assert [f"{share:.1%}" for share in shares] == [to_1, wait, ideal, hfu]
-        assert to_8 == "-" or f"{efficiency(run, base):.1%}" == to_8
-        assert [f"{value:.1f}" for value in (top_level_ms(run), run.iteration_ms - top_level_ms(run))] == [timed, left]
-    assert [run.ms_per_sample for run in published] == [22.39, 7.25, 44.9, 2.95, 1.44, 0.87]
-    assert [run.micro_batches for run in published] == [2, 4, 4, 4, 4, 4]
-    assert {len(run.timers) for run in published} == {10, 13}
+    assert default_base(published) is published[1]
     assert published[3].samples == 1280  # as printed
-    assert published[1].gpu_memory == [5624, 6176]
-    assert [run.gpu_util for run in published] == [85, 83, 66, 82, 88, 79]
-
-
-def test_the_tables_show_these_figures(published):
+    assert {len(run.timers) for run in published} == {10, 13}
     sheet = scaling_sheet(published)
     assert sheet.heads[8:10] == ["eff. vs 1", "eff. vs 8"]
     for cells, want in zip(sheet.rows, ROWS, strict=True):
