@@ -1,5 +1,6 @@
 """Work of a rank in the all-reduce benchmark: its arithmetic, its gate, and messages between ranks."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from benchmarks import collective, rank_times
 from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
+from benchmarks.rank_times import collect_files
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Place, all_reduce, launch
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
+from cs336_systems.profiling.trace import trace_name
 from tests.support import ranks
 
 CPU = torch.device("cpu")
@@ -152,3 +155,18 @@ def work_case(rank: int, world_size: int, folder: str) -> None:
 
 def test_rank_0_records_every_size_and_those_that_do_not_fit():
     ranks.run_alone(work_case, 2)
+
+
+def collect_case(group, folder: str) -> None:
+    mine = Path(folder, f"machine of {group.rank()}")
+    mine.mkdir()
+    (mine / trace_name(group.rank())).write_text(json.dumps({"rank": group.rank(), "pad": "x" * group.rank()}))
+    if group.rank() == 2:
+        (mine / trace_name(2)).unlink()  # a rank without a trace is left out
+    collect_files(mine, group, torch.device("cpu"))
+
+
+def test_traces_of_other_machines_come_to_rank_0(tmp_path):
+    ranks.run(collect_case, 4, folder=str(tmp_path))
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "machine of 0").iterdir()}
+    assert found == {trace_name(rank): {"rank": rank, "pad": "x" * rank} for rank in (0, 1, 3)}

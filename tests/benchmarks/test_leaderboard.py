@@ -137,30 +137,20 @@ def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkey
     assert calls == ["forward", "backward"]
 
 
-def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
-    step = LeaderboardStep(replace(TINY, kernels="torch"), 2)
-
-    def broken(q, k, v, is_causal):
-        return reference.attention(q, k, v, False)[0]
-
-    def right(q, k, v, is_causal):
-        return reference.attention(q, k, v, is_causal)[0]
-
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda q, k, v, causal: reference.attention(q, k, v, False)[0], r"of a block|the gradient of"),
+        (lambda q, k, v, causal: reference.attention(q, k.detach(), v, causal)[0], "the gradient of"),
+    ],
+    ids=["no mask", "no gradient of keys"],
+)
+def test_the_gate_sees_wrong_attention(wrong, message, monkeypatch):
+    step, right = LeaderboardStep(replace(TINY, kernels="torch"), 2), lambda *given: reference.attention(*given)[0]
     monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=right))
     assert gate_step(step, CPU) < tolerance(step.block, "bf16") / 5
-    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=broken))
-    with pytest.raises(WrongResultError, match=r"of a block|the gradient of"):
-        gate_step(step, CPU)
-
-
-def test_the_gate_sees_a_gradient_that_is_missing(monkeypatch):
-    step = LeaderboardStep(replace(TINY, kernels="torch"), 2)
-
-    def forgetful(q, k, v, is_causal):
-        return reference.attention(q, k.detach(), v, is_causal)[0]
-
-    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=forgetful))
-    with pytest.raises(WrongResultError, match="the gradient of"):
+    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=wrong))
+    with pytest.raises(WrongResultError, match=message):
         gate_step(step, CPU)
 
 

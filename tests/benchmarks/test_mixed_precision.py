@@ -3,7 +3,6 @@
 import json
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 
@@ -65,16 +64,6 @@ def test_a_sum_is_what_exact_arithmetic_and_rounding_foretell(case):
     result = accumulate(case, CPU)
     assert Fraction(result) == foretold(case)
     assert round(result, 4) == (COURSE | OURS)[str(case)]
-
-
-def test_the_courses_sums_are_those_shown():
-    assert {str(case) for case in SUMS} == COURSE.keys() | OURS.keys()
-    total, half = np.float16(0), np.float32(0)
-    for _ in range(1000):
-        total += np.float16(0.01)
-        half += np.float32(np.float16(0.01))
-    assert accumulate(Sum("fp16", "fp16"), CPU) == total
-    assert accumulate(Sum("fp32", "fp16"), CPU) == half
 
 
 @pytest.mark.parametrize("case", SUMS, ids=str)

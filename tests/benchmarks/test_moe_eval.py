@@ -116,31 +116,6 @@ def test_one_rank_and_no_record(commands):
     assert "einsum over sort: CPU time of an expert layer" in commands["one"]["out"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--nproc", "3"], "512 experts do not divide over ep 3: choose an ep that divides 512"),
-        (["--nproc", "4", "--tp", "3"], "4 heads do not divide over tp 3: choose a tp that divides 4"),
-        (["--nproc", "4", "--ep", "8"], "tp 1 x pp 1 x ep 8 = 8 does not divide the 4 ranks"),
-        (["--size", "huge"], "no size 'huge' in 2024; choose from "),
-        (["--size", "tiny"], "tiny has no experts to evaluate: set --num-experts"),
-        (["--size", "bert-345m"], "bert-345m is no language model: it sees the words that it would be asked for"),
-        (["--context", "900"], " has 100 tokens; a context of 900 needs 901: use a longer text or --context 99"),
-        (["--out", "text/profile"], "cannot write text/profile/einsum: Not a directory; name another"),
-        (["--eval-fraction", "2"], "Invalid value for '--eval-fraction'"),
-    ],
-)
-def test_refused_in_one_line(tmp_path, monkeypatch, capsys, arguments, line):
-    monkeypatch.chdir(tmp_path)
-    Path("text").write_text("a" * 1000)
-    context = [] if "--context" in arguments else ["--context", "16"]
-    assert run_command(moe_eval.main, ["--device", "cpu", "--data", "text", *context, *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert line in said
-    assert not list(Path().glob("*/moe_eval.jsonl"))
-
-
 def test_layouts_that_follow_from_the_ranks():
     config = MoEEvalSettings().config()
     assert MoEEvalSettings().sizes(config, 4) == ONE | {"ep": 4}

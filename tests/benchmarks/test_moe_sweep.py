@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from benchmarks import moe_sweep
-from benchmarks.expert_tables import cells, row, show, sweep
+from benchmarks.expert_tables import arithmetic, cells, row
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
 from benchmarks.moe_sweep import MoESweepSettings, chosen_capacity, draw, factor, lines, parse_capacity
@@ -132,6 +132,8 @@ def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatc
     shown = capsys.readouterr().out
     assert "Busy: others used 2 of 2 cores." in shown  # as the records say
     assert "32 records appended to out/moe_sweep.jsonl" in shown
+    assert "Sweep: layers of 8 x 16, 32 tokens a rank, router skewed by 1" in shown
+    assert "gloo ranks of 1 thread(s) on abacus, 2 cores, torch 2, commit c, today." in shown
     assert ("plot in out/moe_sweep.svg" if there else HOW_TO_PLOT) in shown
     assert (in_tmp / "out/moe_sweep.svg").exists() == there
 
@@ -168,8 +170,11 @@ def test_a_picture_is_the_same_each_time(in_tmp):
     assert [text.get_text() for text in alone.axes[1].texts] == ["one rank sends nothing"]
 
 
-def test_the_table_says_what_was_measured_where(capsys):
-    show(sweep, grid())
-    shown = capsys.readouterr().out
-    assert "Sweep: layers of 8 x 16, 32 tokens a rank, router skewed by 1" in shown
-    assert "gloo ranks of 1 thread(s) on abacus, 2 cores, torch 2, commit c, today." in shown
+def test_the_published_runs_arithmetic():
+    # 512 experts x 103 slots, 2048 tokens x 2 choices, 768 numbers of 2 bytes; two products of 2 x 768 x 3072 a row;
+    # two one-hot products of 2 x 2048 x 52,736 x 768.
+    rows = {row[0]: row[1:] for row in arithmetic().rows}
+    assert rows["rows of an all-to-all"] == ["52,736", "4,096", "12.9"]
+    assert rows["bytes of it, in half precision"] == ["81.0 MB", "6.3 MB", "12.9"]
+    assert rows["FLOPs of a layer's experts"] == ["498 G", "38.7 G", "12.9"]
+    assert rows["FLOPs of one-hot products"] == ["332 G", "0", "8.6 x the useful experts'"]

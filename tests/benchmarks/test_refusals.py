@@ -11,6 +11,7 @@ from benchmarks.lib import kernel_run, launcher, scaling_study
 from cs336_systems.host.console import run_command
 from tests.support.machine import made_up
 
+TEXT = "--data text --context 16"
 REFUSED = {
     "e2e": {
         "--size huge": "no size 'huge' in 2024; choose from tiny, small",
@@ -79,6 +80,26 @@ REFUSED = {
         "--capacity -1x": "--capacity '-1x' is none",
         "--experts 1 --nproc 1": "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
         "--results file": "cannot write file/moe_sweep.jsonl:",
+    },
+    "moe_eval": {
+        f"{TEXT} --nproc 3": "512 experts do not divide over ep 3: choose an ep that divides 512",
+        f"{TEXT} --nproc 4 --tp 3": "4 heads do not divide over tp 3: choose a tp that divides 4",
+        f"{TEXT} --nproc 4 --ep 8": "tp 1 x pp 1 x ep 8 = 8 does not divide the 4 ranks",
+        "--size huge": "no size 'huge' in 2024; choose from ",
+        "--size tiny": "tiny has no experts to evaluate: set --num-experts",
+        "--size bert-345m": "bert-345m is no language model: it sees the words that it would be asked for",
+        f"{TEXT} --context 900": " has 100 tokens; a context of 900 needs 901: use a longer text or --context 99",
+        f"{TEXT} --out text/profile": "cannot write text/profile/einsum: Not a directory; name another",
+        "--eval-fraction 2": "Invalid value for '--eval-fraction'",
+    },
+    "profiling_run": {
+        "--wrapper none --nproc 2": "--wrapper none joins no ranks, and there are 2",
+        "--precision fp16": "'fp16' is not one of 'fp32', 'tf32', 'bf16'",
+        "--smoke --size huge": "no size 'huge'",
+        "--compile --wrapper flat": "cannot be combined with --wrapper flat",
+        "--size huge": "no size 'huge'",
+        "--wrapper magic": "'magic' is not one of 'none', 'naive'",
+        "--nvtx": "--nvtx makes ranges for nsys, which follows a GPU",
     },
     "norms": {
         "--candidate theirs": "Invalid value for '--candidate': 'theirs' is not one of 'layernorm', 'eager', 'torch'",
@@ -151,6 +172,7 @@ def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, m
         monkeypatch.setattr(place, "make_bench", lambda *_: pytest.fail("measured in vain"), raising=False)
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)
     (in_tmp / "file").write_text("")
+    (in_tmp / "text").write_text("a" * 1000)
     device = [] if name in NO_DEVICE else ["--device", "cpu"]
     assert run_command(module.main, [*shlex.split(words), *device]) == 2
     (error,) = capsys.readouterr().err.splitlines()
