@@ -35,8 +35,9 @@ def parse_variant(text: str, settings: PassSettings) -> PassSettings:
         name, _, value = part.partition("=")
         if name not in CHOICES or bool(value) == (name == "compile"):
             raise UserError(f"{part!r} is no variant; write norm=layernorm or compile (choices: {', '.join(CHOICES)})")
-        chosen = e2e.main.make_context(text, [f"--{name}", value] if value else [f"--{name}"]).params
-        changes[name.replace("-", "_")] = chosen[name.replace("-", "_")]
+        if (key := name.replace("-", "_")) in changes:
+            raise UserError(f"{text!r} chooses {name} twice; drop one")
+        changes[key] = e2e.main.make_context(text, [f"--{name}", value] if value else [f"--{name}"]).params[key]
     return replace(settings, **changes)
 
 

@@ -87,7 +87,10 @@ class ModelOptions(RecordOptions):
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def case(self, size: str, device: torch.device) -> Case:
-        """One size with these options. Raises UserError for a size or a choice that does not exist."""
+        """One size with these options. Raises UserError for a size or a choice that does not exist, and for one that
+        would be ignored."""
+        if self.recompute_every > 1 and self.recompute != "segments":
+            raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
         chosen = presets.preset(size, self.year)
         same = ("norm", "attention", "kernels", "recompute", "recompute_every")
         config = chosen.model.override(context_length=self.context, **{name: getattr(self, name) for name in same})

@@ -19,6 +19,7 @@ REFUSED = {
         "--precision tf32": "tf32 is a format of NVIDIA GPUs",
         "--steps 0": "Invalid value for '--steps': 0 is not in the range x>=1.",
         "--results file": "cannot write file/e2e.jsonl",
+        "--recompute-every 2": "--recompute-every needs --recompute segments, not none; add it, or drop both",
         "--mode sideways": "Invalid value for '--mode': 'sideways' is not one of",
     },
     "memory": {
@@ -139,6 +140,8 @@ REFUSED = {
         "norm=rmsnorm": "name two or more different variants",
         "norm=rmsnorm norm=rmsnorm": "name two or more different variants",
         "norm=rmsnorm norm=batchnorm": "Invalid value for '--norm': 'batchnorm' is not one of",
+        "norm=rmsnorm norm=layernorm,norm=rmsnorm": "'norm=layernorm,norm=rmsnorm' chooses norm twice; drop one",
+        "norm=rmsnorm recompute=nested,recompute-every=2": "--recompute-every needs --recompute segments, not nested",
         "norm=rmsnorm size=xl": "'size=xl' is no variant",
         "norm=rmsnorm compile=yes": "'compile=yes' is no variant",
     },
