@@ -17,7 +17,6 @@ from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig, model_preset
 from tests.support.machine import one_layer_each
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 FAST = Hardware("fast", 1e12, 1e11, "made up")
 SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=4)

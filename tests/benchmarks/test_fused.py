@@ -15,12 +15,10 @@ from benchmarks.lib.kernel import SizedTask, always
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference
-from kernels.launch import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAST = ("--device", "cpu", "--rounds", "4", "--results", "out")
 BOTH = "forward-backward"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU here")
 GATED = {"cross-entropy": (64, 32, 500), "swiglu": (100, 32), "add-rmsnorm": (100, 32), "adamw": (1, 16, 64)}
 TINY = {name: SizedTask(name, GATED[name], kernel.dtypes[-1], kernel.whats[-1]) for name, kernel in KERNELS.items()}
 
