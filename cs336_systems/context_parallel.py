@@ -33,7 +33,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.layout import check_context
 from cs336_systems.model.attention import SelfAttention
 from cs336_systems.model.blockwise import BlockAttention, BlockGradients, BlockKernel, BlockSum, Parts, Visible
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.transformer import TransformerLM, require_transformer
 from cs336_systems.presets import ContextType
 
 
@@ -81,6 +81,7 @@ def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ri
     `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets, and the
     gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
     UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
+    require_transformer(model)
     if group.size() == 1:
         return model
     ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}

@@ -26,7 +26,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.transformer import TransformerLM, require_transformer
 
 
 class AllToAllDispatcher(LocalDispatcher):
@@ -94,7 +94,7 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     """Split the experts of a model or a pipeline's stage over a group, in place. Every rank has all of them before.
     `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not
     divide."""
-    config, data = model.config, data or group
+    config, data = require_transformer(model).config, data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()
     names = {name for name, _ in model.named_parameters() if ".experts." in name}

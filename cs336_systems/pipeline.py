@@ -19,7 +19,7 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.model.heads import BertOutput, Losses
 from cs336_systems.model.split_backward import SplitBackward
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.transformer import TransformerLM, require_transformer
 from cs336_systems.schedule import Action, schedule
 from cs336_systems.schedule.lists import SPLIT, TURNING, at_place, blocks_of, receives_from, sends_to
 
@@ -43,7 +43,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1, turn: bool = False) -> None:
         super().__init__()
-        config = model.config
+        config = require_transformer(model).config
         self.model, self.stage, self.stages, self.chunks, self.turn = model, stage, stages, chunks, turn
         self.spans = [blocks_of(stage, chunk, stages, chunks, config.num_layers, turn) for chunk in range(chunks)]
         self.has_first, self.has_last = stage == 0, stage == at_place(stages * chunks - 1, stages, turn)[0]
@@ -90,8 +90,10 @@ class Pipeline:
         """Forward and backward of all microbatches; the last stage returns their losses in order, detached. `loss` maps
         losses to the scalar that backward starts from; None runs forward only, without gradients. `accumulate`
         surrounds every backward but the last, after which gradients may be reduced. Raises UserError for a schedule
-        that does not exist for these stages, chunks and microbatches."""
+        that does not exist for these stages, chunks and microbatches, and for a microbatch without targets."""
         stage = self.stage
+        if any(batch.targets is None for batch in microbatches):
+            raise UserError("a pipeline computes losses, and a microbatch has no targets")
         lists = schedule(self.name, stage.stages, len(microbatches), stage.chunks)
         if stage.turn != (self.name in TURNING):
             raise UserError(f"schedule {self.name} does not go with a stage that has turn={stage.turn}")

@@ -354,6 +354,9 @@ def refused_case(group) -> None:
             Pipeline(stage, stage, mesh, name).run(microbatches(config, 3), combine)
         assert str(error.value) == message
         assert not events
+    stage = Stage(TransformerLM(config), mesh.pp.rank(), 2)
+    with pytest.raises(UserError, match="a microbatch has no targets"):
+        Pipeline(stage, stage, mesh).run([batch._replace(targets=None) for batch in microbatches(config, 3)], None)
 
 
 def test_schedules_that_cannot_be_are_refused():

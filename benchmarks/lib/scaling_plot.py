@@ -60,10 +60,10 @@ def draw(runs: Sequence[ScalingRun]) -> Any:
     _throughput(throughput, runs, base)
     _efficiency(ratio, runs, base)
     _breakdown(bars, runs)
-    for axes in (throughput, ratio):
+    for axes, place in ((throughput, "upper left"), (ratio, (0.5, 0.74))):
         ticks_at(axes, sorted({run.world for run in runs}))
         axes.set_xlabel("ranks")
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc=place)
     tidy(throughput, "Throughput")
     tidy(ratio, "Efficiency: throughput of a rank")
     tidy(bars, "An iteration by timer; above each bar by the clock")
@@ -101,7 +101,7 @@ def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
 def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
     references = [runs[0]] if base is runs[0] else [runs[0], base]
     for reference, (colour, marker) in zip(references, LINES, strict=False):
-        label: str | None = f"relative to W = {reference.world} ({reference.layout})"
+        label: str | None = f"relative to W = {reference.world}"
         for line in _series([run for run in runs if run.world >= reference.world]).values():
             shares = [100 * efficiency(run, reference) for run in line]
             axes.plot([run.world for run in line], shares, color=colour, marker=marker, markersize=6, label=label)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.comm.group import Group
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -57,17 +56,17 @@ def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """Apply one function to x in forward, and its conjugate to the gradient in backward."""
+    """Apply one function to x in forward, and its conjugate to the gradient in backward, which can be differentiated,
+    too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
+        ctx.ahead, ctx.back = ahead, back
         return ahead(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
+        return Conjugate.apply(gradient, ctx.back, ctx.ahead), None, None
 
 
 def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:

@@ -159,6 +159,19 @@ def _collective(
         yield work
 
 
+def _check(flat: Tensor, slices: int, reduction: Reduction = "sum") -> None:
+    """Raises ValueError for a tensor that is not contiguous or does not divide into slices, an unknown reduction, and a
+    mean of integers."""
+    if not flat.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(flat.shape)} is not contiguous: give its .contiguous()")
+    if flat.numel() % slices:
+        raise ValueError(f"{flat.numel()} elements do not divide into slices of {slices} ranks")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"no reduction is called {reduction!r}: choose from {', '.join(REDUCTIONS)}")
+    if reduction == "mean" and not (flat.is_floating_point() or flat.is_complex()):
+        raise ValueError(f"a mean needs a floating-point dtype, not {flat.dtype}: use reduction='sum'")
+
+
 def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:
     """Convert a reduction to torch's operator. For a mean of float16 divide before the sum, as NCCL does by itself:
     40,000 on every rank has a finite mean, but its sum overflows."""
@@ -170,6 +183,7 @@ def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp
 
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
+    _check(flat, 1, reduction)
     with _collective("all-reduce", flat, group, label, alike=(reduction, flat.numel())) as work:
         if group.size() > 1:
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -186,7 +200,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     """
     ranks, me = group.size(), group.rank()
     gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
-    assert flat.numel() % ranks == 0
+    _check(flat, ranks, reduction)
     alike = None if gloo and on_cpu else (reduction, flat.numel())
     with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "", alike) as work:
         if ranks == 1:
@@ -213,7 +227,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     """Fill `flat` with the slices of all ranks: rank r provides the r-th of its equal slices."""
     ranks, me = group.size(), group.rank()
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
-    assert flat.numel() % ranks == 0
+    _check(flat, ranks)
     with _collective("all-gather", flat, group, label, alike=None if gloo and on_cpu else flat.numel()) as work:
         if ranks == 1:
             return work

@@ -266,3 +266,10 @@ def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor
     """Mean cross entropy in nats, a scalar, of targets (batch seq) for tokens (batch seq); positions (batch seq) are
     their places in packed documents."""
     return model(tokens, targets=targets) if positions is None else model(tokens, targets=targets, positions=positions)
+
+
+def require_transformer(model: nn.Module) -> TransformerLM:
+    """Return the model that a strategy splits. Raises UserError for a module of another class."""
+    if not isinstance(model, TransformerLM):
+        raise UserError(f"only a TransformerLM can be split, and this is a {type(model).__name__}; give the bare model")
+    return model

@@ -24,7 +24,7 @@ from cs336_systems.layout import check_divides, padded_vocabulary
 from cs336_systems.model.feed_forward import GroupedLinear
 from cs336_systems.model.heads import TokenLoss
 from cs336_systems.model.moe import MoELayer
-from cs336_systems.model.transformer import Block, TransformerLM
+from cs336_systems.model.transformer import Block, TransformerLM, require_transformer
 from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_input, my_part, split
 from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
@@ -73,7 +73,7 @@ def tensor_parallel(
     also splits the residual stream between layers, along the sequence. The vocabulary is padded to a multiple of
     `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads, d_ff
     or a vocabulary that do not divide, and for ranks whose models differ in structure."""
-    config = model.config
+    config = require_transformer(model).config
     check_divides(config, group.size())
     plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
     if group.size() == 1:

@@ -1,6 +1,7 @@
 """The verbs against their documentation, the record of what was sent, and agreement through the store."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -252,6 +253,23 @@ def test_a_fork_asks_by_itself():
 def sizes_case(group) -> None:
     flat = torch.zeros(4 * group.size() * (1 + group.rank()))
     reduce_scatter(flat, group, "slices").wait()
+
+
+def wrong_case(group) -> None:
+    whole, odd = torch.ones(4, dtype=torch.int64), torch.ones(2 * group.size() + 1)
+    for verb, tensor, reduction, message in (
+        (all_reduce, odd, {"reduction": "median"}, "no reduction is called 'median'"),
+        (all_reduce, whole, {}, "a mean needs a floating-point dtype, not torch.int64"),
+        (all_reduce, torch.ones(2, 3).t(), {}, "a tensor of shape (3, 2) is not contiguous"),
+        (all_gather, odd, {}, "5 elements do not divide into slices of 2 ranks"),
+        (reduce_scatter, odd, {}, "5 elements do not divide into slices of 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            verb(tensor, group, **reduction)
+
+
+def test_wrong_arguments_are_named_before_ranks_meet():
+    ranks.run(wrong_case, 2)
 
 
 def test_slices_of_other_sizes_never_meet():

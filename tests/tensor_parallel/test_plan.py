@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from cs336_systems.comm import Mesh, fake_ranks, record
+from cs336_systems.context_parallel import context_parallel
 from cs336_systems.errors import UserError
+from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.pipeline import Stage
 from cs336_systems.tensor_parallel.plan import ColumnParallelLinear, RowParallelLinear, check_divides, tensor_parallel
 from tests.support import ranks
 from tests.support.parallel_models import (
@@ -251,6 +254,10 @@ def again_case(group) -> None:
     tensor_parallel(model, group, False, MULTIPLE)
     with pytest.raises(UserError, match="split over tensor-parallel ranks already"):
         tensor_parallel(model, group, False, MULTIPLE)
+    parts = (tensor_parallel, context_parallel, expert_parallel, lambda module, group: Stage(module, 0, 1))
+    for function in parts:
+        with pytest.raises(UserError, match="only a TransformerLM can be split, and this is a ModuleList"):
+            function(model.blocks, group)
 
 
 def test_a_model_is_split_once():

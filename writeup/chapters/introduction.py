@@ -33,6 +33,8 @@ def content(book: Book) -> dict[str, Any]:
         "dates": dates(records),
         "overview": Table(book, COLUMNS, [_row(book, name, found) for name, found in cited.items() if found], []),
         "picture": picture(times) if times else None,
+        "short": sum(said < seen for pairs in times.values() for said, seen in pairs)
+        / max(1, sum(map(len, times.values()))),
         "between": between(book.between_runs),
         "missing": [markdown_code(found.command) for found in cited.values() if not found],
         "gpu": gpu(records, elsewhere(book)),

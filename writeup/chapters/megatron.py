@@ -40,10 +40,11 @@ def content(book: Book) -> dict[str, Any]:
     """Tables and figures of the three parts, and the values of the commentary."""
     cited = book.cite("scaling")
     study = read_runs([STUDY])
-    steps = [predicted_step(run) for run in study]
+    steps, base = [predicted_step(run) for run in study], default_base(study)
     return {
         "ours": [_ours(book, group, place) for place, group in enumerate(apart(cited))],
         "study": study_table(book, study, steps),
+        "slowest": min(efficiency(run, base) for run in study if run.world >= base.world),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
             "megatron-study", draw_study(study),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.records import Record
+from cs336_systems.cost.flops import count_parameters
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
@@ -39,6 +40,7 @@ def content(book: Book) -> dict[str, Any]:
             "Stacked areas of parameters, optimizer state, gradients, activations and the rest over time",
         ),
         "size": main.config["size"] if main else "",
+        "kept": activations(main) if main else 0.0,
         "command": COMMAND,
         "peaks": peak_table(book, full),
         "picture": picture(book, full) if full else None,
@@ -46,6 +48,14 @@ def content(book: Book) -> dict[str, Any]:
         "streams": streams(book),
         "tensors": tensors(book, kept),
     }  # fmt: skip
+
+
+def activations(profiled: Record) -> float:
+    """Share of the peak beyond 12 bytes for each parameter: fp32 weights and AdamW's state, before gradients exist."""
+    peak = float(profiled.metrics["peak_memory_bytes"])
+    return (
+        1 - 12 * sum(count_parameters(preset(profiled.config["size"], profiled.config["year"]).model).values()) / peak
+    )
 
 
 def published_peak(book: Book, record: Record) -> Published | None:

@@ -28,7 +28,7 @@ def content(book: Book) -> dict[str, Any]:
         "config": notebook,
         "compared": corrected(book, notebook),
         "differences": {kind: differences(book, kind) for kind in HEADS},
-        "roofline": picture(notebook),
+        **picture(notebook),
         "wrong": far_off(runs),
         "runs_picture": error_picture("roofline-runs", runs),
     }  # fmt: skip
@@ -54,14 +54,20 @@ def differences(book: Book, kind: Kind) -> Table:
     return Table(book, HEADS[kind], rows)
 
 
-def picture(notebook: Notebook) -> Any:
-    """The operators of the notebook's layer under the roofs of its machine."""
+def picture(notebook: Notebook) -> dict[str, Any]:
+    """The operators of the notebook's layer under the roofs of its machine, and the least share of the attainable rate
+    that those reach which memory does not limit."""
     config = model_preset("gpt3-175b").override(context_length=notebook.seq, attention="naive", dropout=0.1)
     plan = Plan(tp=notebook.tp, sequence=True, micro_batch=notebook.batch, global_batch=notebook.batch)
-    canvas = roofline.draw(config, plan, notebook.seq, system_preset(MACHINE))
-    return drawn(
+    system = system_preset(MACHINE)
+    _, attainable = roofline.roofs(plan, system)
+    found = roofline.points(config, plan, notebook.seq, system)
+    canvas = roofline.draw(config, plan, notebook.seq, system)
+    shown = drawn(
         "roofline-operators", canvas,
         "Every operator of the notebook's layer, and the head that it leaves out, under the roofs of its machine: "
         "dashed the data sheet's, solid the attainable one. On the slope, memory limits an operator.",
         "Operators as points of FLOP/s over FLOPs a byte, under two rooflines",
     )  # fmt: skip
+    unlimited = [each.rate for each in found if each.intensity > attainable.ridge]
+    return {"picture": shown, "reached": min(unlimited) / attainable.flops}

@@ -102,7 +102,7 @@ def draw(config: ModelConfig, plan: Plan, seq: int, system: System) -> Any:
         axes.set_xlabel("arithmetic intensity: FLOPs for each byte of memory")
         tidy(axes, title)
     for number, (way, (colour, _, sign)) in enumerate(WAYS.items()):
-        where = (0.03 + 0.24 * number, 0.93)
+        where = (0.03, 0.93 - 0.06 * number)
         whole.text(*where, f"{sign} {way}", color=colour, transform=whole.transAxes, weight="bold")
     return figure
 
