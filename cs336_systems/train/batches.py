@@ -12,7 +12,7 @@ from cs336_systems.comm import Group
 from cs336_systems.data import corpus
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, Documents
-from cs336_systems.data.tokenizer import tokenizer_from_json
+from cs336_systems.data.tokenizer import ByteTokenizer, tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # size of a WordPiece vocabulary for a model without one of its own
@@ -29,6 +29,7 @@ class Batches(NamedTuple):
     targets: int | None  # number of targets in a global batch; None if it varies
     batch: Rows
     validation: Rows | None  # batches of the text that is kept for evaluation, if there is any
+    boundaries: str = ""  # SHA-256 of the positions of sentences and documents, for BERT
 
 
 def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
@@ -65,9 +66,9 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Make BERT's batches: pairs of segments of text with masked tokens. `--split` divides the documents; rank 0 makes
     the tokenizer, perhaps from the text. Raises UserError on every rank."""
-    preset, data = recipe.model.preset.model, recipe.data
-    learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
-    largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
+    data = recipe.data
+    unlimited = reads_vocabulary(recipe) and not (recipe.model.size or recipe.model.vocab_size)
+    largest = 10**9 if unlimited else most_pieces(recipe)
 
     def make() -> Any:
         arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
@@ -83,12 +84,28 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 
     validation = batches(held_out) if len(held_out) else None
     first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
+    begin, end = text.documents[0], text.documents[-1]
+    boundaries = hashlib.sha256(text.sentences[begin : end + 1].tobytes() + text.documents.tobytes()).hexdigest()
     sha256 = hashlib.sha256(text.tokens[first:last].tobytes()).hexdigest()
-    return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)
+    facts = text.name, sha256, last - first, tokenizer.vocab_size, None
+    return Batches(*facts, batches(text), validation, boundaries)
 
 
-def most_tokens(recipe: Recipe) -> int | None:
-    """Upper bound of the tokenizer's vocabulary, before any text is read; None for bytes."""
-    if (file := recipe.data.vocab_file) is not None and file.is_file():
+def reads_vocabulary(recipe: Recipe) -> bool:
+    """True if BERT's tokenizer is read from a file."""
+    return recipe.data.vocab_file is not None and list(recipe.data.data) != ["random"]
+
+
+def most_pieces(recipe: Recipe) -> int:
+    """Size of a BERT's vocabulary in the model, or most pieces that WordPiece may learn for one without."""
+    model = recipe.model
+    return model.vocab_size or (LEARNED_PIECES if model.preset.model.causal else model.preset.model.vocab_size)
+
+
+def most_tokens(recipe: Recipe) -> int:
+    """Upper bound of the vocabulary of BERT's tokenizer, before any text is read; exact unless WordPiece learns it."""
+    file = recipe.data.vocab_file
+    if file is not None and reads_vocabulary(recipe) and file.is_file():
         return len(file.read_bytes().splitlines())
-    return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None
+    learned = list(recipe.data.data) == ["random"] or recipe.data.tokenizer == "wordpiece"
+    return most_pieces(recipe) if learned else ByteTokenizer().vocab_size

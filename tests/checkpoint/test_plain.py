@@ -1,6 +1,5 @@
 """Checkpoints as others see them: a hash of the weights, plain safetensors files, and the commands."""
 
-import gzip
 import json
 import random
 import shutil
@@ -100,13 +99,6 @@ def test_export_and_import_of_a_plain_file(tmp_path, group, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
 
 
-def test_files_of_the_checkpoint_are_plain_safetensors(tmp_path, group):
-    folder = save_step(tmp_path, 1, group)
-    theirs = load_file(folder / FILE)
-    assert torch.equal(theirs["a.weight"], tensors(1)["a.weight", VALUE])  # whole, and so in its shape
-    assert torch.equal(theirs["a.weight:exp_avg"], tensors(1)["a.weight", "exp_avg"])
-
-
 def test_a_file_of_the_safetensors_library_is_read(tmp_path):
     draw = random.Random(5)
     for number in range(10):
@@ -137,30 +129,21 @@ def one(**changes: object) -> bytes:
     [
         (b"", "its head would have 0 bytes of 0"),
         (b"\x80\x02}q\x00.", "its head would have .* bytes of 6"),
-        (head({}, 0)[:-1], "its head would have 2 bytes of 9"),
-        (b"\xff" * 8 + b"{}", "its head would have 18,446,744,073,709,551,615 bytes of 10"),
         (head([]), "pop expected at most 1 argument|no safetensors"),
         (head(b"[" * 5000), "recursion"),
         (head({"t": 1}), "not subscriptable"),
         (head({"__metadata__": 1}), "no attribute 'values'"),
         (one(dtype="F8"), "dtype 'F8'"),
-        (one(dtype=[]), "unhashable"),
         (one(shape=[3]), "a tensor of 3 elements of F32 at 0 to 8 of 8 bytes"),
         (one(shape=[-2]), "-2 is no count"),
-        (one(shape=[True, 2]), "True is no count"),
-        (one(shape=[2.0]), "2.0 is no count"),
         (one(shape=[1 << 40, 2]), f"a tensor of {1 << 41} elements of F32 at 0 to 8 of 8 bytes"),
-        (one(data_offsets=[0.0, 8.0]), "0.0 is no count"),
-        (one(data_offsets=[-8, 0]), "-8 is no count"),
         (one(data_offsets=[8, 16]), "a tensor of 2 elements of F32 at 8 to 16 of 8 bytes"),
         (one(data_offsets=[8, 0]), "a tensor of 2 elements of F32 at 8 to 0 of 8 bytes"),
         (one(data_offsets=[0]), "not enough values"),
         (one(shape=""), "'' is no list of counts"),
-        (one(shape={}), "{} is no list of counts"),
         (one(shape=[1] * 17), "a tensor of 17 axes"),
         (head({"t": HALF | {"shape": [2], "data_offsets": [0, 8]}, "u": HALF}), "ends at 8, and the next begins at 4"),
         (head({"__metadata__": {"pieces": {}}}), "its metadata are not strings"),
-        (gzip.compress(one(), mtime=0), "its head would have .* bytes of"),
     ],
 )
 def test_a_plain_file_that_is_none_is_refused(data, said, tmp_path):

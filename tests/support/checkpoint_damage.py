@@ -110,14 +110,11 @@ def boxes(first: tuple[list[int], list[int]], second: tuple[list[int], list[int]
 FOREIGN = f"{NEW}/{FILE} is damaged, or of another checkpoint: its SHA-256 begins with"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit of the data": (lambda f: flip(f / FILE, -1), FOREIGN),
-    "a bit of the file's head": (lambda f: flip(f / FILE, 20), FOREIGN),
-    "a bit of the head's length": (lambda f: flip(f / FILE, 7), FOREIGN),
     "a bit of the manifest": (
         lambda f: flip(f / NAME, (f / NAME).read_bytes().index(b'"step": 2') + 8),
         f"{NEW}/{NAME}: it does not have the SHA-256 that it names: it was changed or damaged",
     ),
     "a file cut by a byte": (cut(FILE, -1), f"{NEW}/{FILE} has .* bytes, not .*: it was cut or changed"),
-    "a file of no bytes": (cut(FILE, 0), f"{NEW}/{FILE} has 0 bytes, not .*: it was cut or changed"),
     "a byte more": (lambda f: (f / FILE).write_bytes(bytes(1189)), f"{NEW}/{FILE} has 1,189 bytes, not 1,188"),
     "a file missing": (lambda f: (f / FILE).unlink(), f"{NEW}/{FILE} is missing, or a link to somewhere else"),
     "a file of another checkpoint": (lambda f: shutil.copy(f.parent / OLD / FILE, f / FILE), FOREIGN),
@@ -144,7 +141,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{NEW}/{NAME} is not as this program writes it: .*Out of range float",
     ),
     "a manifest that is deep": (raw("[" * 100_000), f"{NEW}/{NAME} is not JSON, or cut short: maximum recursion"),
-    "a manifest that is a list": (raw("[]"), f"{NEW}/{NAME} is of another format"),
     "another format": (changed(lambda b: b.update(format="torch")), f"{NEW}/{NAME} is of another format, not 'cs336"),
     "another version": (
         changed(lambda b: b.update(version=3)),
@@ -154,8 +150,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a manifest too large": (raw("[[" + "[]," * (6 << 20) + "[]]]"), f"{NEW}/{NAME} has 18,874,374 bytes; no manifest"),
     "no step": (changed(lambda b: b.pop("step")), f"{NEW}/{NAME} is not as this program writes it: KeyError"),
     "a step that is negative": (changed(lambda b: b.update(step=-1)), f"{NEW}/{NAME}: -1 is no count"),
-    "a step that is a word": (changed(lambda b: b.update(step="2")), f"{NEW}/{NAME}: '2' is no count"),
-    "a step that is true": (changed(lambda b: b.update(step=True)), f"{NEW}/{NAME}: True is no count"),
     "a state that is a list": (changed(lambda b: b.update(state=[])), f"{NEW}/{NAME}: the state is no object"),
     "a checksum that is none": (
         changed(lambda b: b["files"][FILE].update(sha256="0")),
@@ -177,10 +171,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         in_head(lambda _, pieces: pieces["a.weight"].__setitem__(slice(2, 5), [[HUGE, 4], [0, 0], [HUGE, 4]])),
         rf"a.weight \(value\) lacks elements, or has some twice: of a box of {4 * HUGE:,} the next run begins at",
     ),
-    "a shape and a count that are huge": (
-        in_head(lambda head, _: head["a.weight"].update(shape=[HUGE, 4])),
-        f"{NEW}: {FILE} is no safetensors file: a tensor of {4 * HUGE} elements of F32 at",
-    ),
     "a huge shape with nothing in it": (
         described(2, [1 << 61, 1 << 61, 0], "empty"),
         r"empty \(value\) has shape .*, which no tensor has",
@@ -188,10 +178,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape of 17 axes": (described(2, [1] * 17), r"a.weight \(value\) has shape \[1, 1, .*, which no tensor has"),
     "a shape of other axes": (described(2, [24]), r"a.weight \(value\) has a piece outside its shape \[24\]: \[6, 4\]"),
     "a start of other axes": (described(3, [0]), r"a.weight \(value\) has a piece outside its shape \[6, 4\]"),
-    "a shape that is negative": (described(2, [-6, -4]), f"{NEW}: {FILE}: -6 is no count"),
-    "a run that begins at false": (described(5, False, "b"), f"{NEW}: {FILE}: False is no count"),
-    "a size of too many digits": (described(2, [1 << 70, 4]), "1180591620717411303424 is no count"),
-    "a shape that is a word": (described(2, "ab"), f"{NEW}: {FILE}: 'ab' is no list of counts"),
     "a piece of too few words": (
         in_head(lambda _, pieces: pieces.update({"a.weight": []})),
         f"{NEW}: {FILE}: it does not say what its tensors are: ValueError",

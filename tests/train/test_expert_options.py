@@ -127,12 +127,6 @@ def test_what_no_mixture_has_is_refused(settings, message):
         Mixture(**settings)
 
 
-def test_the_capacities_of_fairseqs_run():
-    assert FAIRSEQ.mixture.capacity(2048, 512, training=False) == 103
-    assert FAIRSEQ.mixture.capacity(2048, 512, training=True) == 8
-    assert Mixture(eval_fraction=48 / 1024).capacity(1024, 512, training=False) == 48
-
-
 @pytest.mark.parametrize(
     ("settings", "tokens", "training", "slots"),
     [
@@ -161,12 +155,6 @@ def test_the_capacities_of_fairseqs_run():
 )
 def test_capacity(settings, tokens, training, slots):
     assert Mixture(**settings).capacity(tokens, 8, training) == slots
-
-
-def test_what_routes_at_random():
-    policies = {policy: Mixture(second_policy=policy).is_random for policy in ("all", "sampling", "random")}
-    assert policies == {"all": False, "sampling": True, "random": True}
-    assert not Mixture(top_k=1, second_policy="random").is_random
 
 
 @pytest.mark.parametrize(
