@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import click
-import torch
 
 from cs336_systems.checkpoint.__main__ import find
 from cs336_systems.checkpoint.disk import refusing
@@ -35,9 +34,8 @@ def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
         if found is None or found.shape != shape:
             raise UserError(f"{folder} has no {name} of shape {shape}")
     model = TransformerLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(checkpoint.read(name, VALUE, Box.whole(wanted[name])))
+    state = {name: checkpoint.read(name, VALUE, Box.whole(shape)) for name, shape in wanted.items()}
+    model.load_state_dict(state)
     return model.eval(), recipe
 
 
