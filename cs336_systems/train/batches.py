@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cs336_systems.checkpoint.disk import on_rank_0
@@ -58,7 +59,7 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return batch
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
-    text = training.name, hashlib.sha256(whole.tokens.tobytes()).hexdigest(), len(training.tokens), config.vocab_size
+    text = training.name, digest(whole.tokens), len(training.tokens), config.vocab_size
     targets = None if recipe.data.pack else rows * seq  # in packed rows a document's last token has no target
     return Batches(*text, targets, reader(training), validation)
 
@@ -67,8 +68,8 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Make BERT's batches: pairs of segments of text with masked tokens. `--split` divides the documents; rank 0 makes
     the tokenizer, perhaps from the text. Raises UserError on every rank."""
     data = recipe.data
-    unlimited = reads_vocabulary(recipe) and not (recipe.model.size or recipe.model.vocab_size)
-    largest = 10**9 if unlimited else most_pieces(recipe)
+    of_file = data.vocab_file and not (data.is_random or recipe.model.size or recipe.model.vocab_size)
+    largest = 10**9 if of_file else most_pieces(recipe)
 
     def make() -> Any:
         arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
@@ -83,17 +84,15 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return lambda number, rank, ranks: samples.batch(number, rows, rank, ranks)
 
     validation = batches(held_out) if len(held_out) else None
-    first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
-    begin, end = text.documents[0], text.documents[-1]
-    boundaries = hashlib.sha256(text.sentences[begin : end + 1].tobytes() + text.documents.tobytes()).hexdigest()
-    sha256 = hashlib.sha256(text.tokens[first:last].tobytes()).hexdigest()
-    facts = text.name, sha256, last - first, tokenizer.vocab_size, None
-    return Batches(*facts, batches(text), validation, boundaries)
+    begin, end = text.documents[[0, -1]].tolist()
+    first, last = text.sentences[[begin, end]].tolist()
+    facts = text.name, digest(text.tokens[first:last]), last - first, tokenizer.vocab_size, None
+    return Batches(*facts, batches(text), validation, digest(text.sentences[begin : end + 1], text.documents))
 
 
-def reads_vocabulary(recipe: Recipe) -> bool:
-    """True if BERT's tokenizer is read from a file."""
-    return recipe.data.vocab_file is not None and list(recipe.data.data) != ["random"]
+def digest(*arrays: np.ndarray) -> str:
+    """SHA-256 of the arrays' bytes."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
 def most_pieces(recipe: Recipe) -> int:
@@ -104,8 +103,7 @@ def most_pieces(recipe: Recipe) -> int:
 
 def most_tokens(recipe: Recipe) -> int:
     """Upper bound of the vocabulary of BERT's tokenizer, before any text is read; exact unless WordPiece learns it."""
-    file = recipe.data.vocab_file
-    if file is not None and reads_vocabulary(recipe) and file.is_file():
-        return len(file.read_bytes().splitlines())
-    learned = list(recipe.data.data) == ["random"] or recipe.data.tokenizer == "wordpiece"
-    return most_pieces(recipe) if learned else ByteTokenizer().vocab_size
+    data = recipe.data
+    if not data.is_random and data.vocab_file is not None and data.vocab_file.is_file():
+        return len(data.vocab_file.read_bytes().splitlines())
+    return most_pieces(recipe) if data.is_random or data.tokenizer == "wordpiece" else ByteTokenizer().vocab_size

@@ -24,7 +24,7 @@ def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
     with refusing(str(folder), f"{folder} does not say what model it is of"):
         saved = {name: value for name, value in checkpoint.state["recipe"].items() if name in OPTIONS}
         recipe = Recipe.of(**saved)
-        is_text = not recipe.model.is_bert and list(recipe.data.data) != ["random"]
+        is_text = not recipe.model.is_bert and not recipe.data.is_random
         config = recipe.model_config()
         wanted = {name: tuple(each.shape) for name, each in TransformerLM(config, "meta").named_parameters()}
     if not is_text:

@@ -20,6 +20,7 @@ from cs336_systems.train import __main__ as training
 from cs336_systems.train.__main__ import train
 from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe
 from cs336_systems.train.run_log import sample_text
+from cs336_systems.train.trainer import Trainer
 from tests.support import ranks
 from tests.support.layout_cases import write_text
 from tests.support.machine import made_up
@@ -57,6 +58,17 @@ def test_random_bytes_are_not(in_tmp, quick_probe):
     # of a guess that is nearly uniform has a deviation of less than 0.3 / sqrt(2048) = 0.007.
     assert math.log(256) - 0.04 < final["validation_loss"] < 1.01 * math.log(256)
     assert "sample" not in final
+
+
+def test_training_is_a_function_of_the_seed():
+    def weights(seed):
+        with distributed():
+            trainer = Trainer(Recipe.of(data=("random",), batch_size=4, context=16, seed=seed, device="cpu"))
+            trainer.step(0)
+            return torch.cat([p.detach().flatten() for p in trainer.stage.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
 
 
 def test_own_text(in_tmp, capsys, quick_probe):
