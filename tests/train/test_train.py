@@ -269,6 +269,15 @@ def test_a_log_that_goes_on_is_not_written_through_a_link(in_tmp, capsys, quick_
     assert (in_tmp / "other").read_text() == "of another"
 
 
+def test_a_log_in_a_file_that_is_open_is_added_to_it(in_tmp, quick_probe):
+    """As with --log-file /dev/stdout > file. With --resume the link itself would be replaced."""
+    with Path("open").open("a+") as other:
+        print("before", file=other, flush=True)
+        line = ("--data", "random", "--num-layers", "1", "--eval-iters", "1", "--log-file", f"/dev/fd/{other.fileno()}")
+        assert run(*line, "--steps", "1") == 0
+    assert Path("open").read_text().startswith('before\n{"recipe": ')
+
+
 def test_a_terminal_that_is_not_utf_8_ends_no_training(in_tmp, quick_probe, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
