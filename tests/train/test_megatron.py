@@ -366,12 +366,9 @@ def test_virtual_stages_become_chunks():
     ("line", "message"),
     [
         ("--train-iters", "--train-iters lacks its value"),
-        ("--lr --fp16", "--lr lacks its value"),
         ("--save --fp16", "--save lacks its value"),
-        ("--data-path --fp16", "--data-path lacks its value"),
         ("--save --", "--save lacks its value"),
         ("--fp16=1", "--fp16 is a flag and takes no value, not '1'"),
-        ("--finetune=", "--finetune is a flag and takes no value, not ''"),
         ("--fp16 --bf16", "--fp16 and --bf16 do not agree on --precision; give one of them"),
         (
             "--hidden-dropout 0.1 --attention-dropout 0.0",
@@ -385,9 +382,7 @@ def test_virtual_stages_become_chunks():
         ("--train-samples 8 --global-batch-size 9", "--train-samples 8 is less than one global batch of 9"),
         ("--train-samples 8 --global-batch-size x", "--global-batch-size takes a whole number, not 'x'"),
         ("--train-samples 8 --global-batch-size 0", "--global-batch-size must be at least 1, not 0"),
-        ("--train-samples 1e3 --batch-size 1", "--train-samples takes a whole number, not '1e3'"),
         ("--train-samples -3 --batch-size 1", "--train-samples must be at least 0, not -3"),
-        ("--train-samples 3 --batch-size", "--batch-size takes a whole number, not ''"),
         ("--num-layers 1 --num-attention-heads 1 --hidden-size x", "--hidden-size takes a whole number, not 'x'"),
         (
             "--hidden-size 8",
