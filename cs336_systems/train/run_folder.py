@@ -65,11 +65,8 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
     facts |= {"--precision": recipe.model.precision, "the text's SHA-256": trainer.batches.sha256}
     facts["--pack"] = recipe.data.pack
-    if recipe.model.is_bert:
-        facts |= {BOUNDARIES: trainer.batches.boundaries} | {
-            flag(name): getattr(recipe.data, name) for name in BERT_DATA
-        }
-    return facts
+    of_bert = {flag(name): getattr(recipe.data, name) for name in BERT_DATA} | {BOUNDARIES: trainer.batches.boundaries}
+    return facts | (of_bert if recipe.model.is_bert else {})
 
 
 def computed(trainer: Trainer) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
         with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             opened.append(log := _locked(path, named))
-            if _is_device(path):
+            # A device, or a link to a file that is open, such as /dev/stdout: nothing there is deleted.
+            if not path.is_file() or (path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")):
                 return
             if not done:
                 log.truncate(0)
@@ -60,18 +61,13 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
                 log.close()
 
 
-def _is_device(path: Path) -> bool:
-    """True for a device, a pipe, and a link to a file that is open, such as /dev/stdout: nothing there is deleted."""
-    return not path.is_file() or (path.is_symlink() and path.absolute().parts[1] in ("dev", "proc"))
-
-
 def _locked(path: Path, named: bool) -> IO[str]:
     """Open a file to append to, and lock it for this process while it is open. If another process has locked it, take
     the next one with a number; if it was `named`, raise UserError. Raises OSError."""
     for number in count(1):
         file = (path.with_stem(f"{path.stem}-{number}") if number > 1 else path).open("a")
         try:
-            if not _is_device(path):  # which may be shared
+            if path.is_file():  # a device may be shared
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:
