@@ -60,7 +60,8 @@ def refusing(what: str, malformed: str = "") -> Iterator[None]:
     except MALFORMED as error:
         if not malformed:
             raise
-        said = str(error) if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError) else repr(error)
+        is_plain = isinstance(error, UserError | json.JSONDecodeError | UnicodeError | RecursionError)
+        said = str(error) if is_plain else repr(error)
         raise RefusedError(f"{malformed}: {said:.80}") from None
 
 

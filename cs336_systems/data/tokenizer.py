@@ -140,7 +140,7 @@ class WordPieceTokenizer(Tokenizer):
     def from_file(cls, path: Path, lower_case: bool) -> "WordPieceTokenizer":
         """Read a published vocabulary, one piece per line in the order of ids (BERT's `vocab.txt`). Raises UserError
         for a file that cannot be read or is not such a vocabulary."""
-        lines = read_text(path).decode().removesuffix("\n").split("\n")
+        lines = read_text(path).decode("utf-8-sig").removesuffix("\n").split("\n")
         return cls([line.removesuffix("\r") for line in lines], lower_case, str(path))
 
     def encode(self, sentence: str) -> list[int]:

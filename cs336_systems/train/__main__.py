@@ -136,8 +136,7 @@ def least_memory(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[st
 
 
 def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
-    """Raises UserError, with settings that would fit, if the run needs more than a rank's `usable` bytes. If the text
-    determines the size of the vocabulary, the largest possible one counts."""
+    """Raises UserError, with settings that would fit, if the run needs more than a rank's `usable` bytes."""
     config, layout = recipe.model_config(most_tokens(recipe)), recipe.layout(ranks)
     name, seq = recipe.model.name, recipe.seq(config)
 
@@ -206,7 +205,7 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     recipe = Recipe.of(**settings)
     # A run that cannot be laid out or does not fit is refused here, before any rank is started or joins.
     ranks = max(find_place().world_size, recipe.launch.nproc or 1)
-    recipe.check(recipe.model_config(), ranks)
+    recipe.check(recipe.model_config(most_tokens(recipe)), ranks)
     if recipe.launch.dry_run:
         console.console().print(dry_run(recipe, ranks))
         return

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cs336_systems.checkpoint.disk import on_rank_0
@@ -12,7 +13,7 @@ from cs336_systems.comm import Group
 from cs336_systems.data import corpus
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, Documents
-from cs336_systems.data.tokenizer import tokenizer_from_json
+from cs336_systems.data.tokenizer import ByteTokenizer, tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # size of a WordPiece vocabulary for a model without one of its own
@@ -29,6 +30,7 @@ class Batches(NamedTuple):
     targets: int | None  # number of targets in a global batch; None if it varies
     batch: Rows
     validation: Rows | None  # batches of the text that is kept for evaluation, if there is any
+    boundaries: str = ""  # SHA-256 of the positions of sentences and documents, for BERT
 
 
 def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
@@ -57,7 +59,7 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return batch
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
-    text = training.name, hashlib.sha256(whole.tokens.tobytes()).hexdigest(), len(training.tokens), config.vocab_size
+    text = training.name, digest(whole.tokens), len(training.tokens), config.vocab_size
     targets = None if recipe.data.pack else rows * seq  # in packed rows a document's last token has no target
     return Batches(*text, targets, reader(training), validation)
 
@@ -65,9 +67,9 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Make BERT's batches: pairs of segments of text with masked tokens. `--split` divides the documents; rank 0 makes
     the tokenizer, perhaps from the text. Raises UserError on every rank."""
-    preset, data = recipe.model.preset.model, recipe.data
-    learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
-    largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
+    data = recipe.data
+    of_file = data.vocab_file and not (data.is_random or recipe.model.size or recipe.model.vocab_size)
+    largest = 10**9 if of_file else most_pieces(recipe)
 
     def make() -> Any:
         arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
@@ -82,13 +84,26 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return lambda number, rank, ranks: samples.batch(number, rows, rank, ranks)
 
     validation = batches(held_out) if len(held_out) else None
-    first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
-    sha256 = hashlib.sha256(text.tokens[first:last].tobytes()).hexdigest()
-    return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)
+    begin, end = text.documents[[0, -1]].tolist()
+    first, last = text.sentences[[begin, end]].tolist()
+    facts = text.name, digest(text.tokens[first:last]), last - first, tokenizer.vocab_size, None
+    return Batches(*facts, batches(text), validation, digest(text.sentences[begin : end + 1], text.documents))
 
 
-def most_tokens(recipe: Recipe) -> int | None:
-    """Upper bound of the tokenizer's vocabulary, before any text is read; None for bytes."""
-    if (file := recipe.data.vocab_file) is not None and file.is_file():
-        return len(file.read_bytes().splitlines())
-    return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None
+def digest(*arrays: np.ndarray) -> str:
+    """SHA-256 of the arrays' bytes."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def most_pieces(recipe: Recipe) -> int:
+    """Size of a BERT's vocabulary in the model, or most pieces that WordPiece may learn for one without."""
+    model = recipe.model
+    return model.vocab_size or (LEARNED_PIECES if model.preset.model.causal else model.preset.model.vocab_size)
+
+
+def most_tokens(recipe: Recipe) -> int:
+    """Upper bound of the vocabulary of BERT's tokenizer, before any text is read; exact unless WordPiece learns it."""
+    data = recipe.data
+    if not data.is_random and data.vocab_file is not None and data.vocab_file.is_file():
+        return len(data.vocab_file.read_bytes().splitlines())
+    return most_pieces(recipe) if data.is_random or data.tokenizer == "wordpiece" else ByteTokenizer().vocab_size

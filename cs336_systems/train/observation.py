@@ -27,6 +27,7 @@ from cs336_systems.schedule import schedule, simulate
 from cs336_systems.schedule.lists import SPLIT, bubble_fraction
 from cs336_systems.schedule.simulation import LEGEND, SPLIT_LEGEND
 from cs336_systems.train.assembly import Assembly
+from cs336_systems.train.batches import most_tokens
 from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and the rest of the step
@@ -167,7 +168,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
     """Make a report: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
-    config, layout = recipe.model_config(), recipe.layout(ranks)
+    config, layout = recipe.model_config(most_tokens(recipe)), recipe.layout(ranks)
     seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]
     shown: list[Any] = [memory_table(recipe, config, layout, stages).table()]

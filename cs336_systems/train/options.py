@@ -150,6 +150,11 @@ class DataOptions:
         if "random" in self.data and len(self.data) > 1:
             raise UserError("--data random goes with no other data: drop it, or write ./random for a file of that name")
 
+    @property
+    def is_random(self) -> bool:
+        """True if the data are random tokens, not text."""
+        return "random" in self.data
+
 
 @dataclass(frozen=True)
 class OptimizerOptions:

@@ -27,6 +27,7 @@ from cs336_systems.train.trainer import Trainer
 IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
 ROUTED = "rows routed together"
 BERT_DATA = ("mask_prob", "short_seq_prob", "split")
+BOUNDARIES = "the SHA-256 of the text's sentences"
 
 
 @contextmanager
@@ -64,7 +65,8 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
     facts |= {"--precision": recipe.model.precision, "the text's SHA-256": trainer.batches.sha256}
     facts["--pack"] = recipe.data.pack
-    return facts | ({flag(name): getattr(recipe.data, name) for name in BERT_DATA} if recipe.model.is_bert else {})
+    of_bert = {flag(name): getattr(recipe.data, name) for name in BERT_DATA} | {BOUNDARIES: trainer.batches.boundaries}
+    return facts | (of_bert if recipe.model.is_bert else {})
 
 
 def computed(trainer: Trainer) -> dict[str, Any]:
@@ -147,8 +149,9 @@ class RunCheckpoints:
         """Raises RefusedError for a checkpoint that cannot be used. Raises UserError for one of another run, since
         older checkpoints there are of that run, too."""
         check_state(checkpoint)
-        # Earlier versions had no packing.
-        saved, mine = {"--pack": False} | checkpoint.state["identity"], identity(self.trainer)
+        mine = identity(self.trainer)
+        # Earlier versions had no packing, and did not save where sentences begin.
+        saved = {"--pack": False, BOUNDARIES: mine.get(BOUNDARIES)} | checkpoint.state["identity"]
         if differing := _differing(saved, mine, "{} was {} there and is {} now"):
             problem = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
             raise UserError(f"{problem}, or name another folder with --out DIR")

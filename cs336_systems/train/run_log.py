@@ -39,7 +39,8 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
         with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             opened.append(log := _locked(path, named))
-            if not path.is_file():  # a device
+            # A device, or a link to a file that is open, such as /dev/stdout: nothing there is deleted.
+            if not path.is_file() or (path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")):
                 return
             if not done:
                 log.truncate(0)
@@ -150,7 +151,7 @@ def sample_text(
 def sample(trainer: Trainer) -> dict[str, str]:
     """Draw a sample of text from the model; empty for random tokens, BERT and pipelines. Every rank must call this."""
     run, recipe = trainer.recipe.run, trainer.recipe
-    if recipe.model.is_bert or list(recipe.data.data) == ["random"] or trainer.stage.stages > 1:
+    if recipe.model.is_bert or recipe.data.is_random or trainer.stage.stages > 1:
         return {}
 
     def logits(tokens: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -
     text += f"validation loss {measured}"
     if "validation_sop_loss" in final:
         text += f" and {final['validation_sop_loss']:.3f} a sentence pair"
-    of_bytes = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
+    of_bytes = not recipe.data.is_random and not recipe.model.is_bert
     text += f" (guessing: {math.log(256 if of_bytes else trainer.batches.vocab_size):.3f}); "
     if most:  # of tensors on a GPU; on a CPU of the process, which needs more than --dry-run counts
         of_tensors = "" if trainer.device.type == "cuda" else "resident "

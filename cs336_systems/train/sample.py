@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import click
-import torch
 
 from cs336_systems.checkpoint.__main__ import find
 from cs336_systems.checkpoint.disk import refusing
@@ -24,16 +23,19 @@ def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
     folder = checkpoint.folder
     with refusing(str(folder), f"{folder} does not say what model it is of"):
         saved = {name: value for name, value in checkpoint.state["recipe"].items() if name in OPTIONS}
-    recipe = Recipe.of(**saved)
-    if recipe.model.is_bert or list(recipe.data.data) == ["random"]:
+        recipe = Recipe.of(**saved)
+        is_text = not recipe.model.is_bert and not recipe.data.is_random
+        config = recipe.model_config()
+        wanted = {name: tuple(each.shape) for name, each in TransformerLM(config, "meta").named_parameters()}
+    if not is_text:
         raise UserError(f"{folder} is of a model that has not learned to write text")
-    model = TransformerLM(recipe.model_config())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            found = checkpoint.tensors.get(name, {}).get(VALUE)
-            if found is None or tuple(found.shape) != tuple(parameter.shape):
-                raise UserError(f"{folder} has no {name} of shape {tuple(parameter.shape)}")
-            parameter.copy_(checkpoint.read(name, VALUE, Box.whole(found.shape)))
+    for name, shape in wanted.items():
+        found = checkpoint.tensors.get(name, {}).get(VALUE)
+        if found is None or found.shape != shape:
+            raise UserError(f"{folder} has no {name} of shape {shape}")
+    model = TransformerLM(config)
+    state = {name: checkpoint.read(name, VALUE, Box.whole(shape)) for name, shape in wanted.items()}
+    model.load_state_dict(state)
     return model.eval(), recipe
 
 

@@ -10,7 +10,7 @@ import torch
 from cs336_systems.checkpoint import tensors as tensors_module
 from cs336_systems.checkpoint.disk import RefusedError
 from cs336_systems.checkpoint.folder import NAME, digest, open_checkpoint, save, to_text
-from cs336_systems.checkpoint.tensors import DTYPES, VALUE, Box, Entry, Piece, Stored, check_cover, my_share, read_head
+from cs336_systems.checkpoint.tensors import DTYPES, VALUE, Box, Entry, Piece, Stored, check_cover, read_head
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, pieces_of, save_step, tensors
 
 
@@ -63,31 +63,6 @@ def test_a_box_of_another_shape_is_not_read(tmp_path, group):
         checkpoint.read("a.weight", VALUE, Box.whole((7, 4)))
     with pytest.raises(KeyError):
         checkpoint.read("c", VALUE, Box.whole(()))
-
-
-def test_overlaps_are_those_of_sets():
-    draw = random.Random(3)
-    for _ in range(300):
-        shape = tuple(draw.randint(1, 4) for _ in range(draw.randint(0, 3)))
-        a, b = any_box(draw, shape), any_box(draw, shape)
-        marks = torch.zeros(shape, dtype=torch.int64)
-        marks[inside(a)] += 1
-        marks[inside(b)] += 2
-        common = a.overlap(b)
-        assert (common is not None) == bool((marks == 3).any())
-        if common:
-            mine, theirs = marks[inside(a)][common[0]], marks[inside(b)][common[1]]
-            assert mine.numel() == (marks == 3).sum()
-            assert (mine == 3).all()
-            assert torch.equal(mine, theirs)
-
-
-def test_shares_are_every_element_once():
-    for count in range(20):
-        for ranks in range(1, 7):
-            shares = [my_share(count, rank, ranks) for rank in range(ranks)]
-            assert [each for low, high in shares for each in range(low, high)] == list(range(count))
-            assert max(high - low for low, high in shares) - min(high - low for low, high in shares) <= 1
 
 
 def test_pieces_that_do_not_cover_are_refused():

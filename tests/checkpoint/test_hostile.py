@@ -1,7 +1,6 @@
 """Corrupted manifests and headers: each is refused in one line, in little memory, or read right."""
 
 import json
-import math
 import random
 import shutil
 import time
@@ -14,10 +13,10 @@ import pytest
 from safetensors.torch import load
 
 from cs336_systems.checkpoint.disk import LONGEST, RefusedError
-from cs336_systems.checkpoint.folder import NAME, open_checkpoint, open_plain
+from cs336_systems.checkpoint.folder import open_checkpoint, open_plain
 from cs336_systems.checkpoint.tensors import MOST_BOXES, VALUE, Box, Entry, Stored, check_cover
 from cs336_systems.comm import distributed
-from tests.support.checkpoint_cases import FILE, bits, rewrite, save_step, sign
+from tests.support.checkpoint_cases import FILE, bits, rewrite, save_step
 from tests.support.garble import VALUES, garbled
 
 HEAD = {
@@ -98,17 +97,6 @@ def test_tensors_share_no_bytes(tmp_path):
         apart = not any(a < d and c < b for i, (a, b) in enumerate(runs) for c, d in runs[:i])
         assert (not said[-1]) == (inside and apart), (runs, said[-1])
     assert 20 < said.count("") < 180
-
-
-def test_any_field_of_a_manifest_is_read_right_or_refused(folder):
-    body, said = json.loads((folder / NAME).read_text())["manifest"], []
-    for _, value, made in garbled(body):
-        if value == math.inf:
-            (folder / NAME).write_text(json.dumps({"manifest": made, "sha256": ""}))
-        else:
-            sign(folder, made)
-        said.append(refusal(partial(open_checkpoint, folder)))
-    assert (len(said), said.count("")) == (90, 11)  # what is in the state is the run's
 
 
 def test_any_field_of_what_a_file_says_of_its_tensors_is_read_right_or_refused(folder):

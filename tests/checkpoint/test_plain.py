@@ -1,10 +1,8 @@
 """Checkpoints as others see them: a hash of the weights, plain safetensors files, and the commands."""
 
-import gzip
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,44 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import RefusedError
-from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, open_newest, open_plain, save, weights_hash
-from cs336_systems.checkpoint.tensors import RANDOM, VALUE, Box, Piece, my_share
+from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, open_plain, save, weights_hash
+from cs336_systems.checkpoint.tensors import RANDOM, VALUE, Box
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, flip, pieces_of, save_step, save_steps, tensors
-from tests.support.ranks import run
-
-
-def two_layouts(group, parent: str) -> list[str]:
-    """Hashes of the same weights saved by this many ranks in rows, and in runs."""
-    rank, ranks, found = group.rank(), group.size(), []
-    whole = {key: each for key, each in tensors(4, rank).items() if key[0] != "a.weight"}
-    rows = tensors(4)["a.weight", VALUE]
-    low, high = my_share(6, rank, ranks)
-    box = Box((6, 4), (low, 0), (high - low, 4))
-    folder = save(
-        Path(parent),
-        1,
-        [*pieces_of(whole, rank, ranks), Piece("a.weight", VALUE, box, 0, rows[low:high])],
-        {},
-        {},
-        group,
-    )
-    found.append(weights_hash(open_checkpoint(folder, group)))
-    folder = save(Path(parent), 2, pieces_of(tensors(4, rank), rank, ranks), {}, {}, group)
-    found.append(weights_hash(open_checkpoint(folder, group)))
-    assert open_newest(Path(parent), group, lambda _: None, print).folder == folder
-    return found
-
-
-def test_the_hash_of_weights_does_not_know_the_layout(tmp_path):
-    hashes = {
-        each
-        for ranks in (1, 2, 3)
-        for found in run(two_layouts, ranks, parent=str(tmp_path / str(ranks)))
-        for each in found
-    }
-    assert len(hashes) == 1
 
 
 def test_the_hash_of_weights_knows_every_bit_name_shape_and_dtype(tmp_path, group):
@@ -100,13 +65,6 @@ def test_export_and_import_of_a_plain_file(tmp_path, group, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
 
 
-def test_files_of_the_checkpoint_are_plain_safetensors(tmp_path, group):
-    folder = save_step(tmp_path, 1, group)
-    theirs = load_file(folder / FILE)
-    assert torch.equal(theirs["a.weight"], tensors(1)["a.weight", VALUE])  # whole, and so in its shape
-    assert torch.equal(theirs["a.weight:exp_avg"], tensors(1)["a.weight", "exp_avg"])
-
-
 def test_a_file_of_the_safetensors_library_is_read(tmp_path):
     draw = random.Random(5)
     for number in range(10):
@@ -137,30 +95,21 @@ def one(**changes: object) -> bytes:
     [
         (b"", "its head would have 0 bytes of 0"),
         (b"\x80\x02}q\x00.", "its head would have .* bytes of 6"),
-        (head({}, 0)[:-1], "its head would have 2 bytes of 9"),
-        (b"\xff" * 8 + b"{}", "its head would have 18,446,744,073,709,551,615 bytes of 10"),
         (head([]), "pop expected at most 1 argument|no safetensors"),
         (head(b"[" * 5000), "recursion"),
         (head({"t": 1}), "not subscriptable"),
         (head({"__metadata__": 1}), "no attribute 'values'"),
         (one(dtype="F8"), "dtype 'F8'"),
-        (one(dtype=[]), "unhashable"),
         (one(shape=[3]), "a tensor of 3 elements of F32 at 0 to 8 of 8 bytes"),
         (one(shape=[-2]), "-2 is no count"),
-        (one(shape=[True, 2]), "True is no count"),
-        (one(shape=[2.0]), "2.0 is no count"),
         (one(shape=[1 << 40, 2]), f"a tensor of {1 << 41} elements of F32 at 0 to 8 of 8 bytes"),
-        (one(data_offsets=[0.0, 8.0]), "0.0 is no count"),
-        (one(data_offsets=[-8, 0]), "-8 is no count"),
         (one(data_offsets=[8, 16]), "a tensor of 2 elements of F32 at 8 to 16 of 8 bytes"),
         (one(data_offsets=[8, 0]), "a tensor of 2 elements of F32 at 8 to 0 of 8 bytes"),
         (one(data_offsets=[0]), "not enough values"),
         (one(shape=""), "'' is no list of counts"),
-        (one(shape={}), "{} is no list of counts"),
         (one(shape=[1] * 17), "a tensor of 17 axes"),
         (head({"t": HALF | {"shape": [2], "data_offsets": [0, 8]}, "u": HALF}), "ends at 8, and the next begins at 4"),
         (head({"__metadata__": {"pieces": {}}}), "its metadata are not strings"),
-        (gzip.compress(one(), mtime=0), "its head would have .* bytes of"),
     ],
 )
 def test_a_plain_file_that_is_none_is_refused(data, said, tmp_path):

@@ -205,14 +205,6 @@ def test_ranks_see_what_is_wrong_on_any_of_them(tmp_path):
     assert zero[2].startswith("refused step-00000003/rank-00001-00.safetensors is damaged")
 
 
-def test_a_save_that_fails_at_once_says_so_at_once(tmp_path, group):
-    (tmp_path / "file").write_text("")
-    saver = Saver(tmp_path / "file", group)
-    with pytest.raises(SaveError, match=r"file/step-00000001 was not saved: File exists \(file\); earlier"):
-        saver.start(1, pieces_of(tensors(1), 0, 1), {}, {})
-    saver.finish()
-
-
 def test_a_file_is_written_whole_to_a_name_that_is_free(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))  # an almost full disk takes a part

@@ -321,15 +321,6 @@ def test_ranks_share_out_the_global_batch(world_size):
     assert equal([None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)], whole)
 
 
-def test_samples_consumed_are_what_counts():
-    data = counting_data(VARIED)
-    # 12 samples were consumed either way, and a batch may reach into the next epoch.
-    one, other = data.batch(3, 4), data.batch(1, 12)
-    assert torch.equal(one.tokens, other.tokens[:4])
-    across = data.batch(1, len(data.spans) - 1)
-    assert across.tokens[1].tolist() == data.sample(len(data.spans)).tokens.tolist()
-
-
 def test_a_sample_is_a_function_of_documents_seed_and_index():
     data = counting_data(VARIED, seed=1)
     later = data.sample(10**9 + 7)
@@ -377,11 +368,6 @@ def test_what_cannot_be_is_refused(change, message):
     options = {"documents": documents_of([9, 8]), "tokenizer": IdTokenizer(21), "seq_length": 16} | change
     with pytest.raises(UserError, match=message):
         BertData(**options)
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match="global batch of 6 does not divide over 4 ranks"):
-        counting_data(VARIED).batch(0, 6, 0, 4)
 
 
 @pytest.fixture

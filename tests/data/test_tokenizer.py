@@ -38,18 +38,12 @@ AWKWARD = [
 
 @pytest.mark.parametrize("text", ["plain", "two  spaces\tand tab", "déjà 東京 🙂", "", "\x00\x7f"])
 def test_bytes_are_utf_8(text):
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(text)
-    assert ids == list(text.encode())
-
-
-def test_bytes_have_their_special_tokens_above_them():
-    tokenizer = ByteTokenizer()
-    assert (tokenizer.vocab_size, sorted(tokenizer.special_ids)) == (260, [256, 257, 258, 259])
+    assert ByteTokenizer().encode(text) == list(text.encode())
 
 
 def test_a_word_of_bytes_is_a_run_without_space():
     tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, sorted(tokenizer.special_ids)) == (260, [256, 257, 258, 259])
     row = np.array([tokenizer.cls, *b" ab  c", tokenizer.sep, *b"d\te", tokenizer.mask, *b"f"])
     assert tokenizer.words(row).tolist() == [-1, -1, 0, 0, -1, -1, 1, -1, 2, -1, 3, -1, 4]
 
@@ -77,19 +71,6 @@ def test_encoding_is_the_librarys(lower_case):
     library = BertWordPieceTokenizer(ids, lowercase=lower_case)
     for sentence in [*AWKWARD, *TEXT.split("\n"), "x" * 100, "x" * 101]:
         assert tokenizer.encode(sentence) == library.encode(sentence, add_special_tokens=False).ids
-
-
-def test_lower_case_strips_accents_and_case_keeps_them():
-    lower, cased = (WordPieceTokenizer(PIECES, lower_case) for lower_case in (True, False))
-    assert lower.encode("Été ete") == lower.encode("ETE éTé") == [PIECES.index("ete")] * 2
-    assert cased.encode("Ete ete") == [PIECES.index("Ete"), PIECES.index("ete")]
-    assert cased.encode("ETE") == [cased.unknown]
-
-
-def test_words_are_cut_into_the_longest_pieces():
-    tokenizer = WordPieceTokenizer(PIECES, lower_case=False)
-    ids = tokenizer.encode("unaffable  a.")
-    assert [PIECES[number] for number in ids] == ["un", "##aff", "##able", "a", "."]
 
 
 def test_training_is_the_same_in_another_process():
@@ -158,7 +139,8 @@ def test_json_holds_everything(tokenizer):
 def test_a_vocabulary_file_numbers_its_lines(tmp_path, end):
     path = tmp_path / "vocab.txt"
     # Published vocabularies have other special tokens between ours.
-    path.write_bytes("".join(piece + end for piece in ["[PAD]", "[unused1]", *PIECES[1:]]).encode())
+    text = "".join(piece + end for piece in ["[PAD]", "[unused1]", *PIECES[1:]])
+    path.write_bytes(text.encode("utf-8" if end == "\n" else "utf-8-sig"))  # as Windows marks its files
     tokenizer = WordPieceTokenizer.from_file(path, lower_case=False)
     assert tokenizer.vocab_size == len(PIECES) + 1
     assert tokenizer.special_ids == (0, 3, 4, 5)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.checkpoint.folder import NAME
-from cs336_systems.checkpoint.tensors import VALUE
 from tests.support.checkpoint_cases import FILE, flip, rewrite
 
 OLD, NEW = "step-00000001", "step-00000002"
@@ -71,53 +70,24 @@ def raw(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / NAME).write_text(text)
 
 
-def with_head(head: bytes, length: int | None = None) -> Callable[[Path], None]:
+def with_head(head: bytes) -> Callable[[Path], None]:
     """A file with a head of one's own, of which the manifest knows."""
 
     def damage(folder: Path) -> None:
-        (folder / FILE).write_bytes((len(head) if length is None else length).to_bytes(8, "little") + head)
+        (folder / FILE).write_bytes(len(head).to_bytes(8, "little") + head)
         rewrite(folder, lambda body: None)
 
     return damage
 
 
-def parts(
-    first: tuple[int, list[int], list[int]], second: tuple[int, list[int], list[int]], counts: tuple[int, int]
-) -> Callable[[Path], None]:
-    """The tensor a.weight in two pieces (first, start, size) of so many elements, from two tensors of the file."""
-
-    def change(head: dict, pieces: dict) -> None:
-        for key, (begin, start, size), count in zip(
-            ("a.weight", "a.weight:exp_avg"), (first, second), counts, strict=True
-        ):
-            at = head[key]["data_offsets"][0]
-            head[key].update(shape=[count], data_offsets=[at, at + 4 * count])
-            pieces[key] = ["a.weight", VALUE, [6, 4], start, size, begin]
-
-    return in_head(change)
-
-
-def runs(*runs: tuple[int, int]) -> Callable[[Path], None]:
-    (first, count), (then, more) = runs
-    return parts((first, [0, 0], [6, 4]), (then, [0, 0], [6, 4]), (count, more))
-
-
-def boxes(first: tuple[list[int], list[int]], second: tuple[list[int], list[int]]) -> Callable[[Path], None]:
-    counts = [size[0] * size[1] for _, size in (first, second)]
-    return parts((0, *first), (0, *second), (counts[0], counts[1]))
-
-
 FOREIGN = f"{NEW}/{FILE} is damaged, or of another checkpoint: its SHA-256 begins with"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit of the data": (lambda f: flip(f / FILE, -1), FOREIGN),
-    "a bit of the file's head": (lambda f: flip(f / FILE, 20), FOREIGN),
-    "a bit of the head's length": (lambda f: flip(f / FILE, 7), FOREIGN),
     "a bit of the manifest": (
         lambda f: flip(f / NAME, (f / NAME).read_bytes().index(b'"step": 2') + 8),
         f"{NEW}/{NAME}: it does not have the SHA-256 that it names: it was changed or damaged",
     ),
     "a file cut by a byte": (cut(FILE, -1), f"{NEW}/{FILE} has .* bytes, not .*: it was cut or changed"),
-    "a file of no bytes": (cut(FILE, 0), f"{NEW}/{FILE} has 0 bytes, not .*: it was cut or changed"),
     "a byte more": (lambda f: (f / FILE).write_bytes(bytes(1189)), f"{NEW}/{FILE} has 1,189 bytes, not 1,188"),
     "a file missing": (lambda f: (f / FILE).unlink(), f"{NEW}/{FILE} is missing, or a link to somewhere else"),
     "a file of another checkpoint": (lambda f: shutil.copy(f.parent / OLD / FILE, f / FILE), FOREIGN),
@@ -137,14 +107,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / NAME).unlink(), f"{NEW}/{NAME} is missing: this is no checkpoint, or one that"),
     "a manifest that is a link": (linked(NAME), f"{NEW}/{NAME} is missing"),
     "a manifest cut": (cut(NAME, 300), f"{NEW}/{NAME} is not JSON, or cut short: "),
-    "a manifest of other bytes": (lambda f: (f / NAME).write_bytes(b"\x80\x04\xff"), f"{NEW}/{NAME} is not JSON"),
     "a manifest with NaN": (raw('{"manifest": NaN}'), f"{NEW}/{NAME} is of another format"),
     "a number beyond all": (
         raw('{"manifest": {"format": "cs336_systems checkpoint", "version": 1, "step": 1e999}}'),
         f"{NEW}/{NAME} is not as this program writes it: .*Out of range float",
     ),
     "a manifest that is deep": (raw("[" * 100_000), f"{NEW}/{NAME} is not JSON, or cut short: maximum recursion"),
-    "a manifest that is a list": (raw("[]"), f"{NEW}/{NAME} is of another format"),
     "another format": (changed(lambda b: b.update(format="torch")), f"{NEW}/{NAME} is of another format, not 'cs336"),
     "another version": (
         changed(lambda b: b.update(version=3)),
@@ -154,72 +122,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a manifest too large": (raw("[[" + "[]," * (6 << 20) + "[]]]"), f"{NEW}/{NAME} has 18,874,374 bytes; no manifest"),
     "no step": (changed(lambda b: b.pop("step")), f"{NEW}/{NAME} is not as this program writes it: KeyError"),
     "a step that is negative": (changed(lambda b: b.update(step=-1)), f"{NEW}/{NAME}: -1 is no count"),
-    "a step that is a word": (changed(lambda b: b.update(step="2")), f"{NEW}/{NAME}: '2' is no count"),
-    "a step that is true": (changed(lambda b: b.update(step=True)), f"{NEW}/{NAME}: True is no count"),
     "a state that is a list": (changed(lambda b: b.update(state=[])), f"{NEW}/{NAME}: the state is no object"),
     "a checksum that is none": (
         changed(lambda b: b["files"][FILE].update(sha256="0")),
         f"{NEW}/{NAME}: {FILE} has no SHA-256",
     ),
-    "a tensor half as wide": (
-        in_head(lambda head, _: head["a.weight"].update(dtype="F16")),
-        f"{NEW}: {FILE} is no safetensors file: a tensor of 24 elements of F16 at",
-    ),
     "another dtype as wide": (
         in_head(lambda head, _: head["a.weight"].update(dtype="I32")),
         f"{NEW}: a.weight is I32 there",
-    ),
-    "a dtype that is unknown": (
-        in_head(lambda head, _: head["a.weight"].update(dtype="F128")),
-        f"{NEW}: {FILE} is no safetensors file: dtype 'F128'; known are F64",
     ),
     "a shape that is huge": (
         in_head(lambda _, pieces: pieces["a.weight"].__setitem__(slice(2, 5), [[HUGE, 4], [0, 0], [HUGE, 4]])),
         rf"a.weight \(value\) lacks elements, or has some twice: of a box of {4 * HUGE:,} the next run begins at",
     ),
-    "a shape and a count that are huge": (
-        in_head(lambda head, _: head["a.weight"].update(shape=[HUGE, 4])),
-        f"{NEW}: {FILE} is no safetensors file: a tensor of {4 * HUGE} elements of F32 at",
-    ),
     "a huge shape with nothing in it": (
         described(2, [1 << 61, 1 << 61, 0], "empty"),
         r"empty \(value\) has shape .*, which no tensor has",
     ),
-    "a shape of 17 axes": (described(2, [1] * 17), r"a.weight \(value\) has shape \[1, 1, .*, which no tensor has"),
     "a shape of other axes": (described(2, [24]), r"a.weight \(value\) has a piece outside its shape \[24\]: \[6, 4\]"),
-    "a start of other axes": (described(3, [0]), r"a.weight \(value\) has a piece outside its shape \[6, 4\]"),
-    "a shape that is negative": (described(2, [-6, -4]), f"{NEW}: {FILE}: -6 is no count"),
-    "a run that begins at false": (described(5, False, "b"), f"{NEW}: {FILE}: False is no count"),
-    "a size of too many digits": (described(2, [1 << 70, 4]), "1180591620717411303424 is no count"),
-    "a shape that is a word": (described(2, "ab"), f"{NEW}: {FILE}: 'ab' is no list of counts"),
     "a piece of too few words": (
         in_head(lambda _, pieces: pieces.update({"a.weight": []})),
         f"{NEW}: {FILE}: it does not say what its tensors are: ValueError",
-    ),
-    "runs that overlap": (
-        runs((0, 16), (8, 16)),
-        r"a.weight \(value\) lacks .*: of a box of 24 the next run begins at 8,",
-    ),
-    "runs with a gap": (
-        runs((0, 8), (16, 8)),
-        r"a.weight \(value\) lacks .*: of a box of 24 the next run begins at 16,",
-    ),
-    "runs that end early": (runs((0, 8), (8, 8)), r"a.weight \(value\) lacks .* the next run begins at 24, not at 16"),
-    "boxes that overlap": (
-        boxes(([0, 0], [6, 3]), ([0, 2], [6, 1])),
-        r"a.weight \(value\) lacks elements, or has some twice: 24 of its 24",
-    ),
-    "boxes with a gap": (
-        boxes(([0, 0], [6, 2]), ([0, 3], [6, 1])),
-        r"a.weight \(value\) lacks elements, or has some twice: 18 of its 24",
-    ),
-    "a box outside": (
-        boxes(([0, 0], [6, 3]), ([1, 3], [6, 1])),
-        r"a.weight \(value\) has a piece outside its shape \[6, 4\]: \[6, 1\] at \[1, 3\]",
-    ),
-    "a piece twice": (
-        described(1, VALUE, "a.weight:exp_avg"),
-        r"a.weight \(value\) lacks elements, or has some twice: of a box of 24 the next run begins at 0, not at 24",
     ),
     "a tensor that is not there": (in_head(lambda head, _: head.pop("b")), f"{NEW}: {FILE}: it has no b"),
     "a tensor that is not described": (
@@ -238,10 +161,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         in_head(lambda head, _: head["__metadata__"].update(scalars='{"a.weight": {"step": "3"}}')),
         f"{NEW}: {FILE}: the scalars of a.weight are not numbers",
     ),
-    "offsets outside the file": (
-        in_head(lambda head, _: head["a.weight"].update(data_offsets=[1 << 40, (1 << 40) + 96])),
-        f"{NEW}: {FILE} is no safetensors file: a tensor of 24 elements of F32 at",
-    ),
     **{
         f"a file called {name!r}": (
             rename_file(name),
@@ -249,14 +168,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         )
         for name in ("../x.safetensors", "/etc/passwd", "a/b.safetensors", f"{FILE}\0", "", ".", "manifest.json")
     },
-    "a head longer than the file": (
-        with_head(b"{}", 1 << 50),
-        f"{FILE} is no safetensors file: its head would have {1 << 50:,} bytes of 10",
-    ),
-    "a file shorter than a length": (
-        lambda f: ((f / FILE).write_bytes(b"1234567"), rewrite(f, lambda b: None)),
-        f"{FILE} is no safetensors file: its head would have .* bytes of 7",
-    ),
     "a head that is no JSON": (
         with_head(b"{]"),
         f"{FILE} is no safetensors file: Expecting",

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cs336_systems.checkpoint.disk import RefusedError, SaveError, step_name
+from cs336_systems.checkpoint.disk import RefusedError, step_name
 from cs336_systems.checkpoint.folder import open_checkpoint, open_plain, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint
-from cs336_systems.train import run_state
 from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState
@@ -275,14 +274,3 @@ def plain_case(group, folder: str, file: str, layout: str) -> None:
             assert kinds.keys() == {VALUE}
             assert torch.equal(whole(got, name), whole(source, name).to(whole(plain, name).dtype))
         assert torch.isfinite(trainer.step(0).norm)
-
-
-def wrong_split_case(group, folder: str, layout: str) -> list[str]:
-    """Messages when all ranks write everything, and when none writes the last element."""
-    trainer, said, right = trainer_of(layout, folder), [], run_state.my_share
-    for share in (lambda count, *place: (0, count), lambda count, *place: right(count - 1, *place)):
-        run_state.my_share = share
-        with pytest.raises(SaveError) as refused:
-            write(trainer, Path(folder), 0, group)
-        said.append(str(refused.value))
-    return said

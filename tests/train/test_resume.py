@@ -5,14 +5,11 @@ import json
 import random
 import re
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.lib.scaling_logs import parse_train_log
 from cs336_systems.checkpoint.disk import list_checkpoints
-from cs336_systems.checkpoint.folder import open_checkpoint
 from cs336_systems.train.batches import make_batches
 from tests.support import expert_cases, ranks
 from tests.support.layout_cases import WIGGLE, amplification, errors, one_process, rounding, wide, write_text
@@ -190,16 +187,3 @@ def test_a_run_of_a_log_is_what_it_went_on_as(tmp_path):
     assert (same.ms_per_sample, same.dp) == (7.5, 2)
     (moved,) = parse_train_log("\n".join(map(json.dumps, [*text, other, line | {"step_ms": 8.0}])), "log")
     assert (moved.ms_per_sample, moved.dp, moved.micro_batch_size) == (1.0, 1, 8)
-
-
-def test_generators_are_the_ranks_own(tmp_path):
-    """So the test of steps in two parts would see one that is exchanged or forgotten."""
-    write_text(tmp_path)
-    recipe = family("gpt dp2", tmp_path, out=str(tmp_path / "run"), steps=1)
-    complete(2, recipe)
-    checkpoint = open_checkpoint(Path(recipe["out"], "checkpoints", "step-00000001"))
-    names = [name for name in checkpoint.tensors if "rank" in name]
-    assert len(names) == 2
-    for kind in ("torch", "python", "numpy"):
-        one, other = (whole(checkpoint, name, kind) for name in names)
-        assert not torch.equal(one, other)

@@ -1,8 +1,7 @@
-"""A run's folder: who may use it, the settings that must be equal to resume a run, and messages if they are not."""
+"""A run's folder: its lock, the settings that must be equal to resume a run, and saves and logs on a full disk."""
 
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -120,6 +119,7 @@ OTHER = {
     "the model's num_layers": ({"num_layers": 3}, "", "3"),
     "the model's dropout": ({"dropout": 0.5}, "0.1", "0.5"),
     "the text's SHA-256": ({"data": ["other"]}, "", ""),
+    "the SHA-256 of the text's sentences": ({"data": ["cut"]}, "", ""),
     "--mask-prob": ({"mask_prob": 0.3}, "0.15", "0.3"),
 }
 
@@ -138,10 +138,11 @@ def refusals_case(group, recipes: list[dict]) -> list[str]:
 def test_another_run_is_refused_by_name(begun):
     text = (begun / "text").read_text()
     (begun / "other").write_text(text.replace("model", "modal"))
+    (begun / "cut").write_text(text.replace(".\nm", ".m\n"))  # the same letters, in other sentences
     recipes = []
     for changes, _, _ in OTHER.values():
         recipe = family("bert", begun, out=str(begun / "run"), steps=2, resume=True)
-        changes = {k: [f"{begun}/other"] if k == "data" else v for k, v in changes.items()}
+        changes = {k: [f"{begun}/{v[0]}"] if k == "data" else v for k, v in changes.items()}
         recipes.append(recipe | changes)
     found = ranks.run(refusals_case, 2, recipes=recipes)
     assert found[0] == found[1]
@@ -223,12 +224,6 @@ def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path):
     complete(2, tiny(tmp_path, **ONE))
 
 
-def test_a_killed_run_leaves_its_folder_free(tmp_path):
-    outcome = attempt(1, tiny(tmp_path, **ONE), {"rank": 0, "step": 2, "what": "kill"})
-    assert outcome.codes == [-signal.SIGKILL]
-    complete(1, tiny(tmp_path, **ONE))
-
-
 def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_is_learned(tmp_path):
     (tmp_path / "checkpoints").write_text("no folder")
     line = attempt(2, tiny(tmp_path, **ONE), timeout=ranks.COLLECTIVE_TIMEOUT).line
@@ -295,3 +290,54 @@ def test_the_bar_counts_from_the_resumed_step(in_tmp, capsys, quick_probe, monke
     status = run_command(training.main, [*SHORT, *run, "--steps", "4", "--resume", "--eval-iters", "1"])
     progress = [line.split(",")[0].split("  ")[0] for line in capsys.readouterr().err.splitlines()]
     assert (status, progress) == (0, ["training 3/4", "training 4/4"])
+
+
+def saved(out: Path) -> list[int]:
+    """The steps that the log says are saved."""
+    assert all(line["save_seconds"] > 0 for line in log_of(out) if "saved" in line)
+    return [line["step"] for line in log_of(out) if "saved" in line]
+
+
+@pytest.mark.parametrize(("rank", "background"), [(0, False), (1, True)])
+def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, rank, background):
+    recipe = tiny(tmp_path, num_layers=1, steps=6, save_every=2, background_save=background)
+    outcome = complete(2, recipe, {"rank": rank, "step": 2, "what": "full", "when": "write"})
+    (said,) = [line for line in outcome.shown.splitlines() if "not saved" in line]
+    assert said.startswith(
+        f"step 2: {tmp_path}/checkpoints/step-00000002 was not saved: rank {rank}: No space left on device, "
+    )
+    assert said.endswith("; earlier checkpoints are as they were")
+    (failed,) = [line for line in log_of(tmp_path) if "save_failed" in line]
+    assert f"step {failed['step']}: {failed['save_failed']}" == said
+    assert saved(tmp_path) == [4, 6]
+    lines = log_of(tmp_path)  # beside training it is found out when the next save begins
+    assert (lines.index(failed) > [line.get("loss") and line["step"] for line in lines].index(4)) == background
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert [row[0] for row in figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_save_must_not_fail(tmp_path, background):
+    recipe = tiny(tmp_path, num_layers=1, steps=4, save_every=2, background_save=background)
+    outcome = attempt(2, recipe, {"rank": 1, "step": 4, "what": "full", "when": "write"}, timeout=20.0)
+    assert outcome.line.startswith(f"{tmp_path}/checkpoints/step-00000004 was not saved: rank 1: No space left")
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
+    assert log_of(tmp_path)[-1] == {"step": 4, "save_failed": outcome.line}
+    assert saved(tmp_path) == [2]
+
+
+def test_a_save_beside_training_that_failed_does_not_cost_the_last(tmp_path):
+    recipe = tiny(tmp_path, num_layers=1, steps=4, save_every=3, background_save=True)
+    outcome = complete(2, recipe, {"rank": 1, "step": 3, "what": "full", "when": "write"})
+    assert "step 3: " in outcome.shown
+    assert saved(tmp_path) == [4]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no device that is always full")
+    outcome = complete(2, tiny(tmp_path, **ONE, log_file=str(full)))
+    assert set(outcome.results[0]["warnings"]) == {"the log cannot be written: No space left on device"}
+    assert newest(tmp_path).step == 3

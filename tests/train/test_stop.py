@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint
-from cs336_systems.comm import agree, stop_step
+from cs336_systems.comm import agree
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import die_with_parent
 from cs336_systems.train import __main__ as training
@@ -107,15 +107,6 @@ def stop_case(group, told: int, ahead: int) -> list[int]:
 @pytest.mark.parametrize("told", [0, 1])
 def test_the_step_is_one_that_nobody_has_passed(told, ahead):
     assert ranks.run(stop_case, 2, told=told, ahead=ahead) == [list(range(3 + ahead, 8))] * 2
-
-
-def earlier_case(group) -> list[int]:
-    """Who asks first decides."""
-    return [stop_step(group, ask=5), stop_step(group, ask=3)] if group.rank() == 0 else []
-
-
-def test_the_first_order_holds():
-    assert ranks.run(earlier_case, 1) == [[5, 5]]
 
 
 def terminated_case(rank: int, world: int, folder: str, out: str) -> tuple[int, str]:

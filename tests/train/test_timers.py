@@ -1,12 +1,11 @@
 """Named timers, exact under clocks of the tests' own: sums, times over ranks, and waiting apart from transferring."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cs336_systems.comm import all_gather, all_reduce, record, subgroup
+from cs336_systems.comm import all_gather, all_reduce, record
 from cs336_systems.train import timers as module
 from cs336_systems.train.timers import Timers, timer_line
 from tests.support import ranks
@@ -51,17 +50,6 @@ def test_laps_add_up_by_name_and_an_outer_timer_includes_the_inner():
         timers.clock.pass_(100)  # between laps nothing counts
     assert timers.milliseconds() == {"optimizer": 3.75, "optimizer-clip": 0.75}
     assert timers.milliseconds() == timers.milliseconds()  # reading changes nothing
-
-
-def test_the_line_is_that_of_megatron():
-    timers = clocked(CPU, clock=Clock())
-    lap(timers, "forward-compute", 434.2)
-    lap(timers, "backward-compute", 907.4)
-    times = timers.by_rank()
-    assert timer_line(times, 10) == "time (ms) | forward-compute: 43.42 | backward-compute: 90.74"
-    line = timer_line(times, 10, minmax=True)
-    assert line == "time (ms) | forward-compute: (43.42, 43.42) | backward-compute: (90.74, 90.74)"
-    assert timer_line({}) == "time (ms)"
 
 
 def test_a_report_begins_anew_and_what_is_under_way_counts_in_the_next():
@@ -209,33 +197,3 @@ def test_what_waits_for_a_late_rank_is_kept_apart():
         }
         waits = results[rank][1]["backward-params-all-reduce-wait"]
         assert waits == [60.0, 0.0, 30.0]  # who waits least is the late one
-
-
-def arrival_case(group) -> list:
-    timers, store = Timers(CPU, group), group.get_group_store()
-    if group.rank() == 1:
-        time.sleep(0.1)
-        store.set("rank 1 is there", "yes")
-    with record() as events, timers.collective("all-reduce"):
-        arrived = store.check(["rank 1 is there"])
-        flat = torch.full((2,), float(group.rank()))
-        all_reduce(flat, group, "gradients").wait()
-    return [arrived, [event.label for event in events], flat.tolist(), list(timers.milliseconds())]
-
-
-def test_a_collective_begins_when_every_rank_is_there():
-    want = [True, ["line up", "gradients"], [0.5, 0.5], ["all-reduce-wait", "all-reduce"]]
-    assert ranks.run(arrival_case, 2) == [want, want]
-
-
-def subgroup_case(group) -> dict | None:
-    part = subgroup([1, 2])
-    if part is None:
-        return None
-    timers = clocked(CPU, part, clock=Clock())
-    lap(timers, "forward", 10 - group.rank())
-    return timers.by_rank()
-
-
-def test_ranks_of_a_subgroup_are_compared_alone():
-    assert ranks.run(subgroup_case, 3) == [None, {"forward": [9.0, 8.0]}, {"forward": [9.0, 8.0]}]
