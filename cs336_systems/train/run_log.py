@@ -42,6 +42,8 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
             # A device, or a link to a file that is open, such as /dev/stdout: nothing there is deleted.
             if not path.is_file() or (path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")):
                 return
+            if not _is_log(path):
+                raise UserError(f"{path} exists and is no log of a run: name another with --log-file FILE")
             if not done:
                 log.truncate(0)
                 return
@@ -75,6 +77,15 @@ def _locked(path: Path, named: bool) -> IO[str]:
             if named:
                 raise UserError(f"another run writes its log to {path}: name another with --log-file FILE") from None
     raise AssertionError
+
+
+def _is_log(path: Path) -> bool:
+    """True if a file is empty or its first line is a record, which are replaced; other files of the user's are not."""
+    with path.open(errors="replace") as file, suppress(ValueError, RecursionError):
+        line = file.readline()
+        record = json.loads(line) if line else {"step": 0}
+        return isinstance(record, dict) and not {"recipe", "step"}.isdisjoint(record)
+    return False
 
 
 def _up_to(text: str, done: int) -> str:

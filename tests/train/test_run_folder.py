@@ -49,6 +49,7 @@ def command(capsys, *arguments: str) -> tuple[int, str, list[str]]:
         (("--steps", f"{10**20}"), f"error: Invalid value for '--steps': {10**20} is not in the range 1<=x<="),
         (("--on-nonfinite", "hope"), "error: Invalid value for '--on-nonfinite': 'hope' is not one of 'stop', 'skip'."),
         (("--out", "a", "--log-file", "file/log"), "error: cannot write the log file/log: "),
+        (("--out", "a", "--log-file", "file"), "error: file exists and is no log of a run: name another with"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_line(in_tmp, capsys, quick_probe, arguments, line):
@@ -56,6 +57,7 @@ def test_what_cannot_be_is_one_line(in_tmp, capsys, quick_probe, arguments, line
     status, _, errors = command(capsys, "--steps", "1", *arguments)
     assert (status, len(errors)) == (2, 1)
     assert errors[0].startswith(line)
+    assert (in_tmp / "file").read_text() == "x"
     assert not list_checkpoints(in_tmp / "a" / "checkpoints")
 
 
