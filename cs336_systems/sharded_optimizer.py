@@ -136,6 +136,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owner in self._numbers():
             if owner.grad is None or isinstance(owner.grad, ShardedGradient):
                 continue
+            if owner.grad.layout != torch.strided:
+                raise UserError(
+                    f"a gradient of shape {tuple(owner.shape)} is sparse and cannot be cut: use sparse=False, or a "
+                    "data-parallel wrapper, which makes it dense"
+                )
             if owner not in stored:
                 raise UserError(
                     f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "

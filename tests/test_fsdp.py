@@ -38,6 +38,9 @@ def freed_case(group) -> None:
     model.finish_gradient_synchronization()
     assert all(map(empty, model.sharded))
     assert all(unit.gradients.flat is None for unit in model.sharded)
+    with torch.no_grad():
+        model.module(torch.zeros(2, 4, dtype=torch.int64))
+    assert all(map(empty, model.sharded)), "no backward frees what an evaluation of the bare module has gathered"
     for parameter in model.parameters():
         if parameter.grad is not None:
             assert parameter.grad.shape == parameter.shape

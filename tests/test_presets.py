@@ -87,6 +87,7 @@ SOUND = {"vocab_size": 8, "context_length": 4, "d_model": 12, "d_ff": 8, "num_la
     [
         ({"num_heads": 5}, "d_model 12 is not a multiple of num_heads 5"),
         ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"num_kv_heads": -1}, "num_kv_heads must be at least 0, not -1"),
         ({"positions": "rotary"}, "the head dimension 3 must be even"),
         ({"positions": "sinusoidal", "d_model": 15, "num_heads": 3}, "d_model 15 must be even"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), not 1.0"),

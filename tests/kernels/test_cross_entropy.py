@@ -294,6 +294,7 @@ def test_what_does_not_fit_is_refused():
         (ValueError, "weight has shape (0, 8)", (hidden, weight[:0], targets)),
         (ValueError, "targets is on meta", (hidden, weight, targets.to("meta"))),
         (TypeError, "targets must be of dtype torch.int64, not torch.int32", (hidden, weight, targets.int())),
+        (TypeError, "targets must be a tensor, not list", (hidden, weight, targets.tolist())),
         (TypeError, "weight must be of a floating-point dtype", (hidden, weight.long(), targets)),
     ):
         with pytest.raises(error, match=re.escape(says)):

@@ -261,12 +261,8 @@ def test_checkpoint_and_autocast():
 
 
 def test_unsupported_arguments_raise():
-    x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50)
-    grad = torch.autograd.grad(TritonRMSNormFunction.apply(x, w).square().sum(), x, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
     with pytest.raises(RuntimeError, match="vmap"):
-        torch.vmap(TritonRMSNormFunction.apply, in_dims=(0, None))(x.detach(), w)
+        torch.vmap(TritonRMSNormFunction.apply, in_dims=(0, None))(torch.randn(3, 50), torch.randn(50))
 
 
 @pytest.mark.parametrize(
