@@ -70,13 +70,6 @@ def require_equal(q, k, v, grad, is_causal=False, function=FlashAttention2):
 
 
 @BOTH
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (64, 64), (65, 65), (130, 130), (40, 100), (130, 40)])
-def test_tiles_in_plain_torch(queries, keys, is_causal):
-    q, k, v, grad = (t.double() for t in inputs(queries, keys, 5, leading=(2, 3)))
-    require_equal(q, k, v, grad, is_causal, TiledAttentionFunction)
-
-
-@BOTH
 def test_tiles_by_finite_differences(is_causal, monkeypatch):
     monkeypatch.setattr(tiled_attention, "QUERY_TILE", 4)
     monkeypatch.setattr(tiled_attention, "KEY_TILE", 3)
@@ -98,10 +91,11 @@ def test_any_dim(dim, is_causal):
     require_equal(*inputs(40, 35, dim, leading=(1,)), is_causal)
 
 
+@FUNCTIONS
 @BOTH
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (64, 64), (65, 65), (130, 130), (40, 130), (130, 40)])
-def test_any_length(queries, keys, is_causal):
-    require_equal(*inputs(queries, keys, 16, leading=(1 + (queries < 40),)), is_causal)
+def test_any_length(queries, keys, is_causal, function):
+    require_equal(*inputs(queries, keys, 16, leading=(1 + (queries < 40),)), is_causal, function)
 
 
 @BOTH

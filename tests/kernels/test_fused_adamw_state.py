@@ -86,21 +86,6 @@ def test_deepcopy_works_on():
     assert torch.equal(params[0], twin.param_groups[0]["params"][0])
 
 
-def test_closure():
-    (p,) = make([(3,)])
-    optimizer = FusedAdamW([p], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (p**2).sum()
-        loss.backward()
-        return loss.item()
-
-    before = (p**2).sum().item()
-    assert optimizer.step(closure) == before
-    assert (p**2).sum().item() < before
-
-
 def assert_refused(error, words, params, **options):
     with pytest.raises(error, match=words):
         FusedAdamW(params, **options)
