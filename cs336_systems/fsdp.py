@@ -56,14 +56,9 @@ class FSDP(Wrapper):
     gradients = Sharded(in_flight=2)
 
     def __init__(
-        self,
-        module: nn.Module,
-        compute_dtype: torch.dtype | None = None,
-        group: Group | None = None,
-        ignored: Parameters = (),
-        reshard_after_forward: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None,
+        ignored: Parameters = (), reshard_after_forward: bool = True, reduce_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise UserError(f"{name} {dtype} is not a floating-point dtype, such as torch.bfloat16")

@@ -42,14 +42,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        optimizer_cls: type[torch.optim.Optimizer],
-        group: Group | None = None,
-        layout: Literal["flat", "whole"] = "flat",
-        wrapper: Wrapper | None = None,
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], optimizer_cls: type[torch.optim.Optimizer],
+        group: Group | None = None, layout: Literal["flat", "whole"] = "flat", wrapper: Wrapper | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if layout not in ("flat", "whole"):
             raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
         # A throw-away optimizer of one number checks the options and supplies their defaults.

@@ -37,15 +37,10 @@ STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, 
 
 
 def zero(
-    module: nn.Module,
-    optimizer_cls: type[torch.optim.Optimizer],
-    stage: int,
-    group: Group | None = None,
-    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
-    apart: Parameters = (),
-    ignored: Parameters = (),
-    **kwargs: Any,
-) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
+    module: nn.Module, optimizer_cls: type[torch.optim.Optimizer], stage: int, group: Group | None = None,
+    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None, apart: Parameters = (),
+    ignored: Parameters = (), **kwargs: Any,
+) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:  # fmt: skip
     """Wrap a module and make its optimizer, with a stage's placements; the training loop is the same for all four:
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()

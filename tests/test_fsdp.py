@@ -251,27 +251,6 @@ def test_rows_of_another_rank_are_refused(marked, tmp_path):
         assert words in error[1]
 
 
-def uneven_case(group) -> list[int]:
-    """Fewer rows than ranks: the last ranks hold nothing of the weight and train all the same."""
-    torch.manual_seed(0)
-    model = FSDP(nn.Linear(4, 2, bias=False).double())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
-        model.finish_gradient_synchronization()
-        model.clip_grad_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [len(model.module.weight), *model.gather_full_params()["weight"].flatten().tolist()]
-
-
-def test_fewer_rows_than_ranks():
-    results = ranks.run(uneven_case, 3)
-    assert [each[0] for each in results] == [1, 1, 0]
-    alone = ranks.run(uneven_case, 1)[0]
-    assert results[0][1:] == pytest.approx(alone[1:], rel=TOLERANCE)
-
-
 def memory_case(group) -> None:
     want, _ = one_process(2, torch.optim.SGD, lr=0.1)
     model = FSDP(make(seed=group.rank()))
