@@ -51,10 +51,10 @@ class DataParallel(Wrapper):
     ) -> None:
         kind = f"buckets of {self.bucket_size_mb} MB, gradients {type(self.gradients).__name__.lower()}"
         super().__init__(kind, module, group, ignored)
-        cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
-        if not cap >= 0:  # or NaN
-            raise UserError(f"a bucket has 0 MB or more, not {self.bucket_size_mb}")
-        self.make_buckets(plan_buckets(list(self.guard.trainable), cap, apart), placement=self.gradients)
+        cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb
+        if not isinstance(cap, int | float) or not cap >= 0:  # or NaN
+            raise UserError(f"a bucket has 0 MB or more, not {cap!r}")
+        self.make_buckets(plan_buckets(list(self.guard.trainable), cap * 10**6, apart), placement=self.gradients)
         self.next = 0  # the first bucket that has not been launched
         self.accumulating = False  # inside no_sync
         for p in self.bucket_of:

@@ -56,14 +56,9 @@ class FSDP(Wrapper):
     gradients = Sharded(in_flight=2)
 
     def __init__(
-        self,
-        module: nn.Module,
-        compute_dtype: torch.dtype | None = None,
-        group: Group | None = None,
-        ignored: Parameters = (),
-        reshard_after_forward: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None,
+        ignored: Parameters = (), reshard_after_forward: bool = True, reduce_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise UserError(f"{name} {dtype} is not a floating-point dtype, such as torch.bfloat16")
@@ -83,6 +78,7 @@ class FSDP(Wrapper):
         for number, (layer, weight) in enumerate(self.order.calls):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, self.order.back_number[layer, weight], weight))
+        module.register_forward_hook(self._after_bare_forward)
         for weight in (weight for weight in self.sharded if weight.trainable):
             weight.shard.register_hook(weak_hook(self._before_own_gradient, weight))
             weight.shard.register_post_accumulate_grad_hook(weak_hook(weight.promise_gradient))
@@ -146,6 +142,13 @@ class FSDP(Wrapper):
         if tensors and not weight.wants_gradient:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: weight.reshard())
+
+    @uncompiled
+    def _after_bare_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free the weights that an evaluation of the bare module has gathered; no backward will."""
+        if not (self.in_forward or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1):
+            for weight in self.sharded:
+                weight.reshard()
 
     def _keeps_whole(self) -> bool:
         return not self.reshard_after_forward and torch.is_grad_enabled()

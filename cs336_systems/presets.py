@@ -117,9 +117,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"
-        for name in (*sizes, "recompute_every", "expert_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        least = dict.fromkeys((*sizes, "recompute_every", "expert_every"), 1)
+        for name, number in (least | dict.fromkeys(("num_kv_heads", "token_types", "num_experts"), 0)).items():
+            if getattr(self, name) < number:
+                raise UserError(f"{name} must be at least {number}, not {getattr(self, name)}")
         if self.d_model % self.num_heads and not getattr(self, "head_width", 0):  # of `cost.shape`
             raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
         if self.num_heads % self.kv_heads:

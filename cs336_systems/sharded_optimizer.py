@@ -42,14 +42,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        optimizer_cls: type[torch.optim.Optimizer],
-        group: Group | None = None,
-        layout: Literal["flat", "whole"] = "flat",
-        wrapper: Wrapper | None = None,
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], optimizer_cls: type[torch.optim.Optimizer],
+        group: Group | None = None, layout: Literal["flat", "whole"] = "flat", wrapper: Wrapper | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if layout not in ("flat", "whole"):
             raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
         # A throw-away optimizer of one number checks the options and supplies their defaults.
@@ -136,6 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owner in self._numbers():
             if owner.grad is None or isinstance(owner.grad, ShardedGradient):
                 continue
+            if owner.grad.layout != torch.strided:
+                raise UserError(
+                    f"a gradient of shape {tuple(owner.shape)} is sparse and cannot be cut: use sparse=False, or a "
+                    "data-parallel wrapper, which makes it dense"
+                )
             if owner not in stored:
                 raise UserError(
                     f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "

@@ -37,15 +37,10 @@ STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, 
 
 
 def zero(
-    module: nn.Module,
-    optimizer_cls: type[torch.optim.Optimizer],
-    stage: int,
-    group: Group | None = None,
-    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
-    apart: Parameters = (),
-    ignored: Parameters = (),
-    **kwargs: Any,
-) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
+    module: nn.Module, optimizer_cls: type[torch.optim.Optimizer], stage: int, group: Group | None = None,
+    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None, apart: Parameters = (),
+    ignored: Parameters = (), **kwargs: Any,
+) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:  # fmt: skip
     """Wrap a module and make its optimizer, with a stage's placements; the training loop is the same for all four:
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
@@ -54,8 +49,8 @@ def zero(
     parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
     optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
-    if stage not in range(len(STAGES)):
-        raise UserError(f"ZeRO has stages 0 to 3, not {stage}")
+    if not isinstance(stage, int) or stage not in range(len(STAGES)):
+        raise UserError(f"ZeRO has stages 0 to 3, not {stage!r}")
     parameters, gradients, optimizer = STAGES[stage]
     wrapped: DataParallel | FSDP
     if parameters == SHARDED:

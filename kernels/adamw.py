@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.checks import AdamWBase
+from kernels.checks import AdamWBase, check_shape
 from kernels.launch import jit, launch, runs_triton, tl
 
 BLOCK = 1024  # elements that a program holds at once: 8 per thread, two loads of 128 bits of each float32 tensor
@@ -144,11 +144,13 @@ def program_table(sizes: list[int]) -> Tensor:
 def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The parameter's state after one more step is counted, with moments that the kernel can read."""
     wide = torch.promote_types(param.dtype, torch.float32)
+    wanted = (wide, param.device, param.shape, param.is_contiguous())
     for name in MOMENTS:
         moment = state.get(name)
         if moment is None:
             state[name] = torch.zeros_like(param, dtype=wide)
-        elif moment.dtype != wide or (param.is_contiguous() and not moment.is_contiguous()):
+        elif (moment.dtype, moment.device, moment.shape, moment.is_contiguous()) != wanted:
+            check_shape(name, moment, tuple(param.shape), "its parameter")
             state[name] = torch.empty_like(param, dtype=wide).copy_(moment)
     state["step"] = int(state.get("step", 0)) + 1  # torch keeps a tensor; a number needs no waiting for a GPU
     return state
@@ -186,12 +188,11 @@ class FusedAdamW(AdamWBase):
         """Take the state of a FusedAdamW or a `torch.optim.AdamW` over parameters of the same shapes."""
         self.check_state(state_dict)
         super().load_state_dict(state_dict)
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(numbers, params, strict=True):
-            saved = state_dict["state"].get(number)
-            for name in MOMENTS if saved else ():  # as it was saved: torch cuts it down to the parameter's dtype
-                self.state[param][name] = saved[name].to(param.device, copy=True)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                for name in MOMENTS if state_dict["state"].get(number) else ():
+                    moment = state_dict["state"][number][name]  # as saved: torch cuts it down to the parameter's dtype
+                    self.state[param][name] = moment.to(param.device, copy=True)
 
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
@@ -199,6 +200,8 @@ class FusedAdamW(AdamWBase):
         row_of: dict[tuple[int, int], int] = {}  # by group and step, since parameters may have been left out of some
         for param, group in used:
             state, grad = advance(param, self.state[param]), param.grad
+            if grad.shape != param.shape:  # the parameter has been resized
+                check_shape("a gradient", grad, tuple(param.shape), "its parameter")
             step, mean, square = (state[name] for name in ("step", *MOMENTS))
             row = row_of.setdefault((id(group), step), len(settings))
             if row == len(settings):

@@ -6,27 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import function
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq", "master"}
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raises TypeError unless all are dense tensors of a dtype in FLOATS, and ValueError unless they share a device."""
+    """Raises TypeError unless all are dense tensors of a dtype in FLOATS, `targets` of int64, and ValueError unless
+    they share a device: a kernel would read invalid addresses."""
+    first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} must be of a floating-point dtype of 16 to 64 bits, not {tensor.dtype}")
+        if tensor.dtype not in ((torch.int64,) if name == "targets" else FLOATS):
+            kind = "dtype torch.int64" if name == "targets" else "a floating-point dtype of 16 to 64 bits"
+            raise TypeError(f"{name} must be of {kind}, not {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be dense, not {tensor.layout}")
-    check_device(**tensors)
-
-
-def check_device(**tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors are on one device: a kernel would read invalid addresses."""
-    (first_name, first), *others = tensors.items()
-    for name, tensor in others:
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them")
 
@@ -35,6 +32,26 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
     """Raises ValueError unless the tensor has the shape, which follows from `why`."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape} as {why} demands")
+
+
+def check_rows(weight: Tensor, **inputs: Tensor) -> None:
+    """Raises TypeError for integers, ValueError for inputs (... columns) and weight (columns) that do not fit."""
+    check_tensors(**inputs, weight=weight)
+    x = inputs["x"]
+    if not x.dim():
+        raise ValueError("x has no dimensions, so there is no dimension to sum over")
+    for name, tensor in inputs.items():
+        check_shape(name, tensor, tuple(x.shape), "x")
+    check_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a backward: torch's, which refuses to differentiate its results. This one does so if dL/dy is a
+    constant, too, as that of a loss is; torch would then take the results for constants in a gradient penalty."""
+    once = function.once_differentiable(backward)
+    return lambda ctx, *grads: once(
+        ctx, *(g.detach().requires_grad_() if torch.is_grad_enabled() else g for g in grads)
+    )
 
 
 class AdamWBase(torch.optim.Optimizer):
@@ -48,6 +65,7 @@ class AdamWBase(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+        betas = betas if isinstance(betas, tuple | list) else [betas]
         if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
             raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
         in_range = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)

@@ -8,15 +8,13 @@ products turn that into the gradients of hidden and weight, for dL/dloss = 1; ba
 lower bound is three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers read and written.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.checks import check_device, check_shape, check_tensors
+from kernels.checks import check_shape, check_tensors, once_differentiable
 from kernels.launch import ceil_power_of_2, define, jit, launch, launch_over, new_like, runs_triton, tl
 
 
@@ -135,10 +133,9 @@ def _forward_op(
     if targets.device.type == "cpu":  # reading a GPU's targets would wait for it
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))]
         if wrong.numel():
-            inside = f"[0, {len(weight)})"
-            raise ValueError(f"targets contains {wrong[0]}, neither in {inside} nor ignore_index={ignore_index}")
+            raise ValueError(f"targets contains {wrong[0]}, neither in [0, {len(weight)}) nor {ignore_index=}")
     kept = (targets != ignore_index).sum()
-    with torch.no_grad(), nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), reference.no_autocast(hidden):
         if runs_triton(hidden):
             arguments = hidden, weight, targets, ignore_index, need_hidden, need_weight
             losses, grad_hidden, grad_weight = in_chunks(*arguments)
@@ -163,10 +160,7 @@ def _scaled_op(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     """Raises TypeError or ValueError if hidden (... d_model), weight (vocab d_model) and targets (...) do not fit."""
-    check_tensors(hidden=hidden, weight=weight)
-    check_device(hidden=hidden, targets=targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets must be of dtype torch.int64, not {targets.dtype}")
+    check_tensors(hidden=hidden, weight=weight, targets=targets)
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"weight has shape {tuple(weight.shape)}, not (vocab, d_model) with at least one of each")
     check_shape("hidden", hidden, (*hidden.shape[:-1], weight.shape[1]), "weight's last dimension")

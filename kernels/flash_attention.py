@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import reference
+from kernels.checks import once_differentiable
 from kernels.flash_attention_backward import keys_kernel, queries_kernel, rows_kernel
 from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, runs_triton, tl
 from kernels.tiled_attention import check

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
@@ -23,9 +24,7 @@ def to_float32(bits: NDArray[Any]) -> NDArray[Any]:
 
 def to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
     """float32 rounded to the nearest bfloat16, ties to even, as 16-bit integers; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    return torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16().view(torch.uint16).numpy()
 
 
 def widen(value: Any) -> Any:

@@ -20,8 +20,6 @@ OLDEST, NEWEST = (3, 6), (3, 8)  # the versions of Triton that the kernels were 
 BETWEEN = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))  # a user's line and a warning here
 ELEMENTWISE_BLOCK, ELEMENTWISE_WARPS = 2048, 8  # 8 elements per thread: 16 bytes of bfloat16
 
-Grid = tuple[int, int, int]
-
 
 class _Missing:
     """Placeholder for `triton` and `tl` where Triton is not installed: every attribute is the placeholder itself."""
@@ -114,8 +112,9 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, grid: Grid, *args: Tensor | int | float | None, num_warps: int, num_stages: int = 1, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, int, int], *args: Tensor | int | float | None,
+    num_warps: int, num_stages: int = 1, **constants: Any,
+) -> None:  # fmt: skip
     """Run `grid` programs of a kernel on the device of its first argument; `constants` are its `tl.constexpr`
     parameters, all of them and in its order, after the others. `kernel[grid](...)` takes the host about ten
     microseconds per call, in which a GPU normalises a small batch. A compiled kernel depends on its constants, the

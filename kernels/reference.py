@@ -5,6 +5,8 @@ least ("wide"), because a mean of squares in half precision loses most of its di
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,12 @@ from torch import Tensor
 def widen(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it is that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Context in which matrix products have their operands' precision, within autocast, too. Otherwise attention's
+    log-sum-exp would be that of rounded scores, and backward, which computes them outside autocast, not fit it."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -46,11 +54,6 @@ def rmsnorm_backward_x(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1
     return (r * scaled - wide * r**3 * (scaled * wide).mean(dim=-1, keepdim=True)).to(x.dtype)
 
 
-def causal_mask(scores: Tensor) -> Tensor:
-    """True where query i may see key j, that is j <= i: (... queries keys)."""
-    return torch.ones_like(scores, dtype=torch.bool).tril()
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp: q (... queries dim), k, v (... keys dim) -> (... queries dim), (... queries).
 
@@ -58,10 +61,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple
 
     (Dao, arXiv:2307.08691, section 2.2.) With is_causal, query i sees keys 0 to i. L is wide, O of q's dtype.
     """
-    scores = widen(q) @ widen(k).mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        scores = scores.masked_fill(~causal_mask(scores), -math.inf)
-    return (scores.softmax(dim=-1) @ widen(v)).to(q.dtype), scores.logsumexp(dim=-1)
+    with no_autocast(q):
+        scores = widen(q) @ widen(k).mT / math.sqrt(q.shape[-1])
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        return (scores.softmax(dim=-1) @ widen(v)).to(q.dtype), scores.logsumexp(dim=-1)
 
 
 def attention_backward(
@@ -76,12 +80,14 @@ def attention_backward(
     """
     root = math.sqrt(q.shape[-1])
     wide_q, wide_k, wide_v, grad = widen(q), widen(k), widen(v), widen(grad_output)
-    weights = (wide_q @ wide_k.mT / root - log_sum_exp.unsqueeze(-1)).exp()  # rounded as in forward: no more than 1
-    if is_causal:
-        weights = weights.masked_fill(~causal_mask(weights), 0.0)
-    row_dot = (grad * widen(output)).sum(dim=-1, keepdim=True)
-    grad_scores = weights * (grad @ wide_v.mT - row_dot) / root
-    return (grad_scores @ wide_k).to(q.dtype), (grad_scores.mT @ wide_q).to(k.dtype), (weights.mT @ grad).to(v.dtype)
+    with no_autocast(q):
+        weights = (wide_q @ wide_k.mT / root - log_sum_exp.unsqueeze(-1)).exp()  # rounded as in forward: no more than 1
+        if is_causal:
+            weights = weights.masked_fill(torch.ones_like(weights, dtype=torch.bool).triu(1), 0.0)
+        row_dot = (grad * widen(output)).sum(dim=-1, keepdim=True)
+        grad_scores = weights * (grad @ wide_v.mT - row_dot) / root
+        of_q, of_k, of_v = grad_scores @ wide_k, grad_scores.mT @ wide_q, weights.mT @ grad
+    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.checks import check_shape, check_tensors
+from kernels.checks import check_rows, once_differentiable
 from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, num_multiprocessors, runs_triton, tl
 from kernels.rmsnorm_wide import halves_backward_kernel, row_mean_kernel, wide_forward_kernel
 
@@ -168,11 +167,7 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return new_like(x), reference.widen(x.new_empty(x.shape[:-1]))
-
-
-@define("rmsnorm", _fake)
+@define("rmsnorm", lambda x, *_: (new_like(x), reference.widen(x.new_empty(x.shape[:-1]))))
 def _forward_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     if runs_triton(x, weight):
@@ -180,7 +175,7 @@ def _forward_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return reference.rmsnorm(x, weight, eps), reference.inverse_rms(x, eps).squeeze(-1)
 
 
-@define("add_rmsnorm", lambda x, *_: (new_like(x), *_fake(x)))
+@define("add_rmsnorm", lambda x, *_: (new_like(x), new_like(x), reference.widen(x.new_empty(x.shape[:-1]))))
 def _add_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     if runs_triton(x, residual, weight):
@@ -207,24 +202,13 @@ def rmsnorm_backward(
     return grad_x, reference.rmsnorm_backward_g(grad, x, weight, eps) if need_weight else new_like(weight, False)
 
 
-def check(weight: Tensor, **inputs: Tensor) -> None:
-    """Raises TypeError for integers, ValueError for inputs (... columns) and weight (columns) that do not fit."""
-    check_tensors(**inputs, weight=weight)
-    x = inputs["x"]
-    if x.dim() == 0:
-        raise ValueError("x has no dimensions; its last one is normalised")
-    for name, tensor in inputs.items():
-        check_shape(name, tensor, tuple(x.shape), "x")
-    check_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
-
-
 class TritonRMSNormFunction(torch.autograd.Function):
     """`reference.rmsnorm` fused: apply(x, weight, eps=1e-5), x (... d_model), weight (d_model) -> (... d_model). Any
-    mix of dtypes; y has x's. Keeps x, weight and 1 / rms for backward. Errors: see `check`."""
+    mix of dtypes; y has x's. Keeps x, weight and 1 / rms for backward. Errors: see `check_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-        check(weight, x=x)
+        check_rows(weight, x=x)
         y, inverse_rms = _forward_op(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.eps = eps
@@ -242,7 +226,7 @@ class TritonAddRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-        check(weight, x=x, residual=residual)
+        check_rows(weight, x=x, residual=residual)
         y, total, inverse_rms = _add_op(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, inverse_rms)
         ctx.eps, ctx.residual_dtype = eps, residual.dtype
@@ -262,7 +246,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-        check(weight, x=x)
+        check_rows(weight, x=x)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return reference.rmsnorm(x, weight, eps)
@@ -270,7 +254,6 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, need_weight, *_ = ctx.needs_input_grad
-        x, weight = ctx.saved_tensors
+        (x, weight), (need_x, need_weight, *_) = ctx.saved_tensors, ctx.needs_input_grad
         grad_x = reference.rmsnorm_backward_x(grad, x, weight, ctx.eps) if need_x else None
         return grad_x, reference.rmsnorm_backward_g(grad, x, weight, ctx.eps) if need_weight else None, None

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.checks import check_shape, check_tensors
+from kernels.checks import check_shape, check_tensors, once_differentiable
 from kernels.launch import define, jit, launch_over, new_like, runs_triton, tl
 
 

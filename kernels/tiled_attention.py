@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kernels.checks import check_shape, check_tensors
-from kernels.reference import widen
+from kernels.checks import check_shape, check_tensors, once_differentiable
+from kernels.reference import no_autocast, widen
 
 QUERY_TILE, KEY_TILE = 64, 32
 
@@ -132,7 +131,8 @@ class TiledAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         check(q, k, v, is_causal)
-        output, log_sum_exp = forward(q, k, v, is_causal)
+        with no_autocast(q):
+            output, log_sum_exp = forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, output, log_sum_exp)
         ctx.is_causal = is_causal
         return output
@@ -142,4 +142,5 @@ class TiledAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_q, need_k, need_v, *_ = ctx.needs_input_grad
         kept = (*ctx.saved_tensors, ctx.is_causal, need_q, need_k or need_v)
-        return *backward(grad, *kept), None
+        with no_autocast(grad):
+            return *backward(grad, *kept), None

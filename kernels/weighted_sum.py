@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.checks import check_shape, check_tensors
+from kernels.checks import check_rows, once_differentiable
 from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, runs_triton, tl
 
 TILE, NUM_WARPS = 2048, 4  # elements of x that a program holds at once: 16 for each thread of 4 * 32
@@ -118,10 +117,7 @@ class WeightedSumFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        if not x.dim():
-            raise ValueError("x is a single number, with no dimension to sum over")
-        check_tensors(x=x, weight=weight)
-        check_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
+        check_rows(weight, x=x)
         ctx.save_for_backward(x, weight)
         return _forward_op(x, weight)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Event, all_reduce, record, shared_verbs
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import WRAPPERS as BY_NAME
 from cs336_systems.zero import zero
@@ -209,14 +210,37 @@ def test_gradients_lie_in_their_buckets():
     ranks.run(views_case, 2)
 
 
-@pytest.mark.parametrize("size", [-1.0, float("nan")])
-def test_an_impossible_bucket_is_refused(size):
-    errors = ranks.run_failing(bucket_case, 1, size=size)
-    assert f"a bucket has 0 MB or more, not {size}" in errors[0][1]
+IMPOSSIBLE = (
+    *(({"bucket_size_mb": size}, f"a bucket has 0 MB or more, not {size!r}") for size in (-1.0, float("nan"), "25")),
+    ({"ignored": ["first.weight"]}, "`ignored` are parameters, not a str"),
+    ({"module": [1]}, "BucketedDDP wraps a torch.nn.Module, not a list"),
+)
 
 
-def bucket_case(group, size: float) -> None:
-    BucketedDDP(make(), bucket_size_mb=size)
+def impossible_case(group) -> None:
+    for options, words in IMPOSSIBLE:
+        with pytest.raises(UserError) as error:
+            BucketedDDP(**{"module": make()} | options)
+        assert words in str(error.value)
+
+
+def test_impossible_arguments_are_refused():
+    ranks.run(impossible_case, 1)
+
+
+def norm_case(group) -> None:
+    for wrap in (NaiveDDP, FSDP):
+        model = wrap(make())
+        loss_of(model, 0).backward()
+        model.finish_gradient_synchronization()
+        assert model.clip_grad_norm(1e9, "inf") == model.clip_grad_norm(1e9, float("inf")) > 0
+        for norm_type in (0, -1.0, float("nan")):
+            with pytest.raises(UserError, match="norms of gradients have a type above 0"):
+                model.clip_grad_norm(1.0, norm_type)
+
+
+def test_a_norm_that_is_none_is_refused():
+    ranks.run(norm_case, 2)
 
 
 def freed_case(group) -> None:

@@ -46,8 +46,15 @@ def refusal_case(group) -> None:
         with pytest.raises(UserError) as error:
             ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], getattr(torch.optim, name), layout=layout, lr=0.1)
         assert words in str(error.value)
-    with pytest.raises(UserError, match="ZeRO has stages 0 to 3, not 4"):
-        zero(Net(), torch.optim.SGD, 4, lr=0.1)
+    for stage in (4, 1.0, "1"):
+        with pytest.raises(UserError, match=f"ZeRO has stages 0 to 3, not {stage!r}"):
+            zero(Net(), torch.optim.SGD, stage, lr=0.1)
+    for layout in ("flat", "whole"):
+        embedding = nn.Embedding(4, 2, sparse=True)
+        optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, layout=layout, lr=0.1)
+        embedding(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(UserError, match=r"a gradient of shape \(4, 2\) is sparse and cannot be cut"):
+            optimizer.step()
     for stage in (1, 2, 3):
         for name in ("Muon", "Adafactor", "LBFGS"):
             with pytest.raises(UserError, match=f"{name} (does not treat every element|searches along one)"):

@@ -38,6 +38,9 @@ def freed_case(group) -> None:
     model.finish_gradient_synchronization()
     assert all(map(empty, model.sharded))
     assert all(unit.gradients.flat is None for unit in model.sharded)
+    with torch.no_grad():
+        model.module(torch.zeros(2, 4, dtype=torch.int64))
+    assert all(map(empty, model.sharded)), "no backward frees what an evaluation of the bare module has gathered"
     for parameter in model.parameters():
         if parameter.grad is not None:
             assert parameter.grad.shape == parameter.shape
@@ -246,27 +249,6 @@ def test_rows_of_another_rank_are_refused(marked, tmp_path):
     words = f"6 of 11 rows of embedding.weight are loaded that {rows}, and this rank has rows"
     for error in ranks.run_failing(foreign_case, 2, marked=marked, folder=str(tmp_path)):
         assert words in error[1]
-
-
-def uneven_case(group) -> list[int]:
-    """Fewer rows than ranks: the last ranks hold nothing of the weight and train all the same."""
-    torch.manual_seed(0)
-    model = FSDP(nn.Linear(4, 2, bias=False).double())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
-        model.finish_gradient_synchronization()
-        model.clip_grad_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [len(model.module.weight), *model.gather_full_params()["weight"].flatten().tolist()]
-
-
-def test_fewer_rows_than_ranks():
-    results = ranks.run(uneven_case, 3)
-    assert [each[0] for each in results] == [1, 1, 0]
-    alone = ranks.run(uneven_case, 1)[0]
-    assert results[0][1:] == pytest.approx(alone[1:], rel=TOLERANCE)
 
 
 def memory_case(group) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import AdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
@@ -208,33 +207,6 @@ def test_the_state_is_divided(layout):
     used -= sum(p.numel() for p in model.unused.parameters())
     # Two moments of what has a gradient, each on one rank.
     assert sum(ranks.run(held_case, 2, layout=layout)) == 2 * used
-
-
-def refusal_case(group, name: str, layout: str) -> None:
-    cls = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}[name]
-    weights = [p for p in make().parameters() if p.dim() == 2]
-    ShardedOptimizer(weights, cls, layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"), [("LBFGS", "flat"), ("LBFGS", "whole"), ("Adafactor", "flat"), ("Muon", "flat")]
-)
-def test_unshardable_optimizers_are_refused_by_name(name, layout):
-    for error in ranks.run_failing(refusal_case, 2, name=name, layout=layout):
-        assert error[0] == "UserError"
-        assert name in error[1]
-
-
-def overlap_with_ddp_case(group) -> None:
-    model = BucketedDDP(make(seed=group.rank()))
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    loss_of(model, 0, group.rank(), group.size()).backward()
-    optimizer.step()
-
-
-def test_gradients_that_nobody_synchronised_are_refused():
-    for error in ranks.run_failing(overlap_with_ddp_case, 2):
-        assert "before BucketedDDP.finish_gradient_synchronization()" in error[1]
 
 
 def wide_moments_case(group, layout: str) -> None:

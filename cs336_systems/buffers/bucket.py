@@ -80,15 +80,9 @@ class GradBucket:
     multiples of `granule` elements; `names` are those of parameters whose `.grad` users see."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: Group,
-        label: str,
-        placement: Placement = REPLICATED,
-        dtype: torch.dtype | None = None,
-        granule: int = 1,
-        names: Mapping[nn.Parameter, str] | None = None,
-    ) -> None:
+        self, parameters: Sequence[nn.Parameter], group: Group, label: str, placement: Placement = REPLICATED,
+        dtype: torch.dtype | None = None, granule: int = 1, names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:  # fmt: skip
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
         self.dtype, self.names = dtype or parameters[0].dtype, names or {}
         self.resting_dtype = self.dtype  # of a shard, in which several reductions are added up

@@ -224,8 +224,13 @@ class Wrapper(nn.Module):
 
     def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise UserError(f"{type(self).__name__} wraps a torch.nn.Module, not a {type(module).__name__}")
+        ignored = set(ignored)
+        if others := [type(each).__name__ for each in ignored if not isinstance(each, nn.Parameter)]:
+            raise UserError(f"`ignored` are parameters, not a {others[0]}")
         self.module, self.group = module, default_group(group)
-        self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
+        self.guard = Guard(type(self).__name__, kind, module, self.group, ignored)
         if isinstance(self.gradients, Sharded):
             self.guard.refuse_shared_memory()
         # torch's old weight_norm and spectral_norm compute weights before each forward; code may read them before that.

@@ -66,15 +66,9 @@ class ShardedParameter:
     of the whole and of the reduction (default: the parameter's own)."""
 
     def __init__(
-        self,
-        weight: nn.Parameter,
-        places: Sequence[Place],
-        name: str,
-        mark: str,
-        group: Group,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
+        self, weight: nn.Parameter, places: Sequence[Place], name: str, mark: str, group: Group,
+        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self.places, self.name, self.group, self.shape = places, name, group, weight.shape
         self.label = f"{name}{mark}"
         num_rows, columns = len(weight), weight[0].numel()

@@ -32,10 +32,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.errors import UserError
 from cs336_systems.model.dropout import drop
+from kernels.checks import once_differentiable
 from kernels.flash_attention import flash_attention, flash_attention_backward
 
 Parts = tuple[range, ...]  # places of a rank's tokens, in the order in which it has them

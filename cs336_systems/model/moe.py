@@ -8,7 +8,6 @@ dispatcher by one that sends rows to the rank of their expert, and back.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from cs336_systems.model.feed_forward import Experts, FeedForward
 from cs336_systems.model.one_hot import one_hot_gate
 from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
+from kernels.reference import no_autocast
 
 # Second half of a dispatch: wait for the rows of this rank's experts, call a function with them (rows d_model), sorted
 # by expert, and their counts (experts,), and send the results back: (rows d_model) in the order of the rows sent.
@@ -102,7 +102,7 @@ class MoELayer(nn.Module):
         if not self.mixture.gating_fp32:
             return self.router(tokens)
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
+        with no_autocast(tokens):
             return F.linear(tokens.to(wide), self.router.weight.to(wide))
 
     def by_sort(self, tokens: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:

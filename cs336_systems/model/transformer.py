@@ -196,9 +196,10 @@ class TransformerLM(nn.Module):
         sequence longer than the context, and for a padding mask with flash attention or packed documents."""
         if tokens.dim() != 2:
             raise UserError(f"tokens have shape {tuple(tokens.shape)}; (batch seq) is meant")
-        if targets is not None and targets.shape != tokens.shape:
-            shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
-            raise UserError(f"{shapes}; one a token is meant")
+        for name, each in (("targets", targets), ("token_types", token_types), ("padding_mask", padding_mask)):
+            if each is not None and each.shape != tokens.shape:
+                shapes = f"{name} have shape {tuple(each.shape)}, tokens {tuple(tokens.shape)}"
+                raise UserError(f"{shapes}; one a token is meant")
         batch = Batch(tokens, targets, None, token_types, padding_mask, positions=positions)
         x = self.run_blocks(batch)
         return self.finish(x) if targets is None else self.losses(x, batch, "mean").tokens

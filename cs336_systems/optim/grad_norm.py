@@ -40,7 +40,10 @@ def gather_norms(lists: Sequence[Sequence[Tensor]], norm_type: float, group: Gro
 @torch.no_grad()
 def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
     """Norm of all gradients as one vector, a float64 scalar equal on every rank. `sharded` are this rank's shards;
-    `replicated` are equal on every rank and count once. Every rank must call this if any gradient is sharded."""
+    `replicated` are equal on every rank and count once. Every rank must call this if any gradient is sharded. Raises
+    UserError for a norm_type that is not above 0."""
+    if not (norm_type := float(norm_type)) > 0:  # torch takes "inf", too
+        raise UserError(f"norms of gradients have a type above 0, such as 2 or inf, not {norm_type}")
     device = (*sharded, *replicated, torch.empty(0))[0].device
     norms = gather_norms([sharded], norm_type, group, device)
     norms = torch.cat((norms[:, 0], norms.new_zeros(1)))

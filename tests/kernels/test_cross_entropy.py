@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -71,16 +70,6 @@ def test_many_chunks(size, dtype, chunks_of):
     require_right(run(hidden, weight, targets, 0.37, 7), hidden, weight, targets, 0.37, 7)
 
 
-def test_equals_torch():
-    hidden, weight, targets = make(9, 16, 70)
-    targets[2] = -100
-    got = run(hidden, weight, targets)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = F.cross_entropy(F.linear(*leaves), targets)
-    for result, want in zip(got, (loss, *torch.autograd.grad(loss, leaves)), strict=True):
-        assert relative_error(result, want.detach()) < 2 * error_bound(hidden, weight)
-
-
 def test_vocabulary_of_one():
     assert not any(result.any() for result in run(*make(3, 4, 1)))
 
@@ -94,9 +83,9 @@ def test_leading_dimensions_and_layouts():
     require_right((got[0], got[1].reshape(-1, 6), got[2]), *flat)
 
 
-@pytest.mark.parametrize("tokens", [0, 4])
-def test_nothing_to_learn_from(tokens):
-    hidden, weight, _ = make(tokens, 8, 20)
+@pytest.mark.parametrize(("tokens", "dtype"), [(0, torch.float32), (4, torch.float32), (4, torch.float64)])
+def test_nothing_to_learn_from(tokens, dtype):
+    hidden, weight, _ = make(tokens, 8, 20, dtype)
     loss, grad_hidden, grad_weight = run(hidden, weight, torch.full((tokens,), -100))
     assert loss.isnan()  # as in torch, 0 / 0
     assert grad_hidden.shape == hidden.shape
@@ -294,19 +283,11 @@ def test_what_does_not_fit_is_refused():
         (ValueError, "weight has shape (0, 8)", (hidden, weight[:0], targets)),
         (ValueError, "targets is on meta", (hidden, weight, targets.to("meta"))),
         (TypeError, "targets must be of dtype torch.int64, not torch.int32", (hidden, weight, targets.int())),
+        (TypeError, "targets must be a tensor, not list", (hidden, weight, targets.tolist())),
         (TypeError, "weight must be of a floating-point dtype", (hidden, weight.long(), targets)),
     ):
         with pytest.raises(error, match=re.escape(says)):
             linear_cross_entropy(*arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nothing_but_ignored_tokens(dtype):
-    hidden, weight, targets = make(4, 3, 5, dtype)
-    loss, grad_hidden, grad_weight = run(hidden, weight, torch.full_like(targets, -100))
-    assert loss.isnan()
-    assert not grad_hidden.any()
-    assert not grad_weight.any()
 
 
 def test_a_model_without_memory():

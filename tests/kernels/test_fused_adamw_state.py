@@ -86,33 +86,33 @@ def test_deepcopy_works_on():
     assert torch.equal(params[0], twin.param_groups[0]["params"][0])
 
 
-def test_closure():
-    (p,) = make([(3,)])
-    optimizer = FusedAdamW([p], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (p**2).sum()
-        loss.backward()
-        return loss.item()
-
-    before = (p**2).sum().item()
-    assert optimizer.step(closure) == before
-    assert (p**2).sum().item() < before
-
-
 def assert_refused(error, words, params, **options):
     with pytest.raises(error, match=words):
         FusedAdamW(params, **options)
 
 
 def test_hyperparameters_out_of_range():
-    betas = [{"betas": pair} for pair in ((1.0, 0.9), (0.9, -0.1), (0.9,))]
+    betas = [{"betas": pair} for pair in ((1.0, 0.9), (0.9, -0.1), (0.9,), 0.9)]
     numbers = [{name: bad} for name in ("lr", "eps", "weight_decay") for bad in (-1, math.nan, math.inf)]
     for options in (*numbers, *betas):
         assert_refused(ValueError, "must not be negative", make([(2,)]), **options)
     for number in (torch.tensor(0.1), "0.1"):
         assert_refused(TypeError, "lr, betas, eps and weight_decay must be numbers", make([(2,)]), lr=number)
+
+
+@pytest.mark.parametrize("late", ["exp_avg", "a gradient"])
+def test_a_resized_parameter_is_refused(late):
+    """The kernel has only addresses: it would read and write beyond the end of what was not resized."""
+    (p,) = make([(3,)])
+    optimizer = FusedAdamW([p], **HYPER)
+    train([optimizer], 1)
+    p.data = torch.ones(5)
+    if late == "exp_avg":
+        p.grad = torch.ones(5)
+    else:
+        optimizer.state.clear()
+    with pytest.raises(ValueError, match=rf"{late} has shape \(3,\), not \(5,\)"):
+        optimizer.step()
 
 
 def test_parameters_without_memory():

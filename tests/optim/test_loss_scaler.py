@@ -20,37 +20,37 @@ def trace(scaler: LossScaler, steps: list[bool]) -> list[float]:
     return scales
 
 
-def test_seventeen_overflows_from_2_32_to_2_16():
-    scaler = DynamicLossScaler()
-    assert scaler.scale == 2.0**32
-    assert trace(scaler, [OVERFLOW] * 17) == [2.0**k for k in (32, *range(31, 15, -1))]
+TRACES = {
+    "17 overflows from 2^32 to 2^16": ({}, [OVERFLOW] * 17, [2.0**k for k in (32, *range(31, 15, -1))]),
+    "growth after the window exactly, and after another": (
+        {"initial": 8.0}, [CLEAN] * 2000, [8.0] * 999 + [16.0] * 1000 + [32.0],
+    ),
+    "an overflow that is tolerated restarts the count": (
+        {"initial": 8.0, "window": 3}, [CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN], [8.0] * 5 + [16.0],
+    ),
+    "clean steps renew no tolerance": (
+        {"initial": 1024.0, "window": 3},
+        [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, OVERFLOW],
+        [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 256.0],
+    ),
+    "growth renews the tolerance": (
+        {"initial": 512.0, "window": 3, "hysteresis": 2},
+        [OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW],
+        [512.0, 256.0, 256.0, 256.0, 512.0, 512.0, 256.0],
+    ),
+    **{
+        f"hysteresis {n} tolerates {n - 1} overflows": (
+            {"initial": 1024.0, "hysteresis": n}, [OVERFLOW] * 5, [1024.0 / 2 ** max(0, i - n + 2) for i in range(5)],
+        )
+        for n in (1, 2, 4, 6)
+    },
+}  # fmt: skip
 
 
-def test_growth_comes_after_the_window_exactly_and_again_after_another():
-    scaler = DynamicLossScaler(initial=8.0)
-    assert trace(scaler, [CLEAN] * 999) == [8.0] * 999
-    assert trace(scaler, [CLEAN]) == [16.0]
-    assert trace(scaler, [CLEAN] * 1000) == [16.0] * 999 + [32.0]
-
-
-def test_an_overflow_restarts_the_count_even_if_it_is_tolerated():
-    scaler = DynamicLossScaler(initial=8.0, window=3)
-    assert trace(scaler, [CLEAN, CLEAN, OVERFLOW]) == [8.0] * 3
-    assert trace(scaler, [CLEAN, CLEAN, CLEAN]) == [8.0, 8.0, 16.0]
-
-
-def test_only_growth_renews_the_tolerance():
-    scaler = DynamicLossScaler(initial=1024.0, window=3)
-    steps = [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, OVERFLOW]  # clean steps renew nothing
-    assert trace(scaler, steps) == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 256.0]
-    steps = [CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW]  # growth does: one is tolerated again
-    assert trace(scaler, steps) == [256.0, 256.0, 512.0, 512.0, 256.0]
-
-
-@pytest.mark.parametrize(("hysteresis", "halvings"), [(1, 5), (2, 4), (4, 2), (6, 0)])
-def test_hysteresis_tolerates_one_overflow_less_than_its_number(hysteresis, halvings):
-    scaler = DynamicLossScaler(initial=1024.0, hysteresis=hysteresis)
-    assert trace(scaler, [OVERFLOW] * 5)[-1] == 1024.0 / 2**halvings
+@pytest.mark.parametrize("name", TRACES)
+def test_the_scale_after_each_step(name):
+    options, steps, scales = TRACES[name]
+    assert trace(DynamicLossScaler(**options), steps) == scales
 
 
 def test_the_scale_stays_at_its_floor():

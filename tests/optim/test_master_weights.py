@@ -194,19 +194,13 @@ def test_a_closure_is_run_first_with_gradients_enabled():
     assert (p < 1).all()
 
 
-def test_what_cannot_be_is_refused_before_anything_moves():
-    first, second = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(4, 2).half())
-    optimizer = MasterAdamW([first, second])
-    first.grad, second.grad = torch.ones(2).half(), torch.ones(4, 2).half().to_sparse()
-    with pytest.raises(TypeError, match="sparse gradient"):
-        optimizer.step()
-    second.grad = None
+def test_a_multiplier_with_axes_is_refused_before_anything_moves():
+    p = nn.Parameter(torch.ones(2).half())
+    optimizer, p.grad = MasterAdamW([p]), torch.ones(2).half()
     with pytest.raises(UserError, match=r"one number, not of shape \(2,\)"):
         optimizer.step(multiplier=torch.ones(2))
-    assert torch.equal(first, torch.ones(2).half())
+    assert torch.equal(p, torch.ones(2).half())
     assert not optimizer.state
-    with pytest.raises(ValueError, match="must not be negative"):
-        MasterAdamW([first], lr=-1.0)
 
 
 def save_case(group, folder: str, layout: str) -> None:

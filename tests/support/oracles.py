@@ -90,11 +90,3 @@ def one_sequence(
         pair = linear(torch.tanh(linear(x[0], w, "bert_heads.pooler")), w, "bert_heads.pair")
         return h @ embedding.T + w["bert_heads.bias"], pair
     return x @ (embedding if config.tied_head else w["head.weight"]).T, None
-
-
-def adamw_step(p: float, g: float, m: float, v: float, t: int, lr: float, b1: float, b2: float, eps: float, wd: float):
-    """One AdamW update of one number, as algorithm 2 of arXiv:1711.05101 prints it."""
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * g * g
-    m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-    return p - lr * (m_hat / (math.sqrt(v_hat) + eps) + wd * p), m, v
