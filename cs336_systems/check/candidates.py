@@ -78,8 +78,8 @@ def called(what: str) -> Iterator[None]:
 
 
 def synchronise(model: Any, optimizer: Any) -> None:
-    """Call the method that ends a wrapper's synchronisation, if it has one."""
-    methods = (getattr(model, name, None) for name in SYNCHRONISE)
+    """Call the method that ends a wrapper's or its optimizer's synchronisation, if one has it."""
+    methods = (getattr(each, name, None) for each in (model, optimizer) for name in SYNCHRONISE)
     if method := next(filter(callable, methods), None):
         method()
 
@@ -105,7 +105,8 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
     """Model and optimizer of a wrapper; it may return both."""
-    model = wrap(module, **accepted(wrap, GIVEN | {"group": group, "process_group": group}))
+    offered = GIVEN | {"group": group, "process_group": group, "optimizer_cls": cls, **options}
+    model = wrap(module, **accepted(wrap, offered))
     if isinstance(model, tuple):
         return model[0], model[1]
     if not callable(model):

@@ -199,10 +199,12 @@ class CandidateRun(ObservedRun):
         return every[: shape.numel()].view(shape)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients, where `.grad` has them."""
+        """Whole gradients, where `.grad` has them: of parameters that the optimizer updates itself, of whole shape."""
         found = {name: _full(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
-        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
-        return found if is_whole else {}
+        updated = {p for group in self.optimizer.param_groups for p in group["params"]}
+        is_own = updated.issuperset(p for p in self.bare.parameters() if p.requires_grad)
+        is_whole = is_own and all(g.shape == self.shapes[name] for name, g in found.items())
+        return found if is_whole or self.candidate.kind != "fsdp" else {}
 
     def norm(self, limit: float) -> Any:
         """The norm, by the wrapper's own method if it has one."""

@@ -226,6 +226,7 @@ class StudentFlat(torch.optim.Optimizer):
         return torch.nn.functional.pad(flat, (0, -len(flat) % self.world)).chunk(self.world)
 
     def step(self, closure=None):
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])
         self.own.grad = self.parts(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)[self.rank].clone()
         self.inner.step()
