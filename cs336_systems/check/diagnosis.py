@@ -114,9 +114,11 @@ class Diagnosis(Evidence):
         new, old = self._weights(step - 1, rank), self._weights(step - 2, rank)
         if old:
             yield "stale weights", self._loss(step, rank, old), ""
-        places = [place for name in new for place in accumulate(name.split("."), "{}.{}".format)]
-        for place in dict.fromkeys(places) if old and sum(map(torch.numel, new.values())) <= LARGEST else ():
-            some = {name: x for name, x in old.items() if f"{name}.".startswith(f"{place}.")}
+        places = {place for name in new for place in accumulate(name.split("."), "{}.{}".format)}
+        for place in sorted(places | {"matrices"}) if old and sum(map(torch.numel, new.values())) <= LARGEST else ():
+            of_it = [name for name, x in new.items() if place == "matrices" and x.dim() > 1]
+            of_it += [name for name in new if f"{name}.".startswith(f"{place}.")]
+            some = {name: old[name] for name in of_it}
             yield "stale weights", self._loss(step, rank, new | some), f"those of {place} alone"
         split = {name: torch.zeros_like(x) for name, x in new.items()}
         for name, x in new.items():

@@ -151,6 +151,9 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     model, optimizer = candidate.build(module, case.cls, case.options, group)
     copies = [x for x in getattr(model, "modules", list)() if dict(x.named_parameters()).keys() == shapes.keys()]
     bare = module if module in copies or not copies else copies[0]  # a wrapper may have copied it
+    updated = {p for each in optimizer.param_groups for p in each["params"]}
+    if candidate.kind == "fsdp" and not updated.issuperset(p for p in bare.parameters() if p.requires_grad):
+        candidate = replace(candidate, has_gradients=False)  # some have shards in their place
     run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes,
                        candidate=candidate, group=group, shapes=shapes)  # fmt: skip
     for _ in run.observed():
@@ -199,12 +202,10 @@ class CandidateRun(ObservedRun):
         return every[: shape.numel()].view(shape)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients, where `.grad` has them: of parameters that the optimizer updates itself, of whole shape."""
+        """Whole gradients, where `.grad` has them."""
         found = {name: _full(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
-        updated = {p for group in self.optimizer.param_groups for p in group["params"]}
-        is_own = updated.issuperset(p for p in self.bare.parameters() if p.requires_grad)
-        is_whole = is_own and all(g.shape == self.shapes[name] for name, g in found.items())
-        return found if is_whole or self.candidate.kind != "fsdp" else {}
+        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
+        return found if is_whole else {}
 
     def norm(self, limit: float) -> Any:
         """The norm, by the wrapper's own method if it has one."""

@@ -171,21 +171,31 @@ class StudentFSDP(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module, self.rank, self.world = module, dist.get_rank(), dist.get_world_size()
-        self.whole, self.shards = dict(module.named_parameters()), {}
-        for name, p in self.whole.items():
+        self.whole = dict(module.named_parameters())
+        self.shapes = {name: p.shape for name, p in self.whole.items()}
+        for p in self.whole.values():
             dist.broadcast(p.detach(), 0)
-            self.shards[name] = nn.Parameter(self.part(p.detach()), p.requires_grad)
+        self.shards = {name: nn.Parameter(self.part(p.detach()), p.requires_grad) if p.dim() > 1 else p
+                       for name, p in self.whole.items()}
+        self.free()
 
     def part(self, x):
         size = -(-x.numel() // self.world)
         return nn.functional.pad(x.flatten(), (0, size * self.world - x.numel())).chunk(self.world)[self.rank].clone()
 
+    def free(self):
+        for name, p in self.whole.items():
+            if p is not self.shards[name]:
+                p.grad, p.data = None, torch.empty(0, dtype=p.dtype)
+
     def gather_full_params(self):
         found = {}
-        for name, p in self.whole.items():
-            parts = [torch.empty_like(self.shards[name]) for _ in range(self.world)]
-            dist.all_gather(parts, self.shards[name].detach())
-            found[name] = torch.cat(parts)[: p.numel()].view_as(p)
+        for name, p in self.shards.items():
+            found[name] = p.detach()
+            if p is not self.whole[name]:
+                parts = [torch.empty_like(p) for _ in range(self.world)]
+                dist.all_gather(parts, p.detach())
+                found[name] = torch.cat(parts)[: self.shapes[name].numel()].view(self.shapes[name])
         return found
 
     def gather(self):
@@ -202,9 +212,11 @@ class StudentFSDP(nn.Module):
     def finish_gradient_synchronization(self):
         for name, p in self.whole.items():
             if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
-                self.shards[name].grad, p.grad = self.part(p.grad / self.world), None
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(gradient)
+                gradient /= self.world
+                self.shards[name].grad = gradient if p is self.shards[name] else self.part(gradient)
+        self.free()
 """
 
 FLAT = """
@@ -257,8 +269,17 @@ def sequence_parallel(module):
 """
 COPY = DDP.replace("= module,", "= __import__('copy').deepcopy(module),").replace("in module.", "in self.module.").replace(
     "list(module.", "list(self.module.")  # fmt: skip
+OPTIMIZED = f"""{DDP}
+
+def with_optimizer(module, lr):
+    model = StudentDDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer.synchronize, model.finish_gradient_synchronization = model.finish_gradient_synchronization, None
+    return model, optimizer
+"""
 TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
-           SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP"}  # fmt: skip
+           SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP",
+           OPTIMIZED: "with_optimizer"}  # fmt: skip
 
 
 class Planted(NamedTuple):
@@ -329,12 +350,36 @@ MISTAKES = [
     Planted("weights are averaged before the next forward", DDP, "        for bucket in self.buckets:\n            self.launch(bucket)",
             "        self.module.register_forward_pre_hook(lambda *_: [(dist.all_reduce(p.data), p.data.div_(dist.get_world_size()))"
             " for p in self.module.parameters()] and None)", "gradients", "averaged weights"),
-    Planted("weights that were gathered before the update are used again", FSDP, "        self.gather()\n        return",
-            "        self.gathered = getattr(self, 'gathered', None) or self.gather() or True\n        return", "training", "stale weights"),
+    Planted("weights that were gathered before the update are used again", FSDP, "().items():\n            self.whole",
+            "().items():\n            value = self.__dict__.setdefault(name, value.clone())\n            self.whole", "training", "stale weights"),
     Planted("a rank keeps the next rank's shard", FSDP, ".chunk(self.world)[self.rank]", ".chunk(self.world)[self.rank - 1]",
             "initial weights", "another rank's shard"),
     Planted("a rank updates with the next rank's gradients", FLAT, "for p in self.params)[self.rank].clone()\n        self.inner.step",
             "for p in self.params)[self.rank - 1].clone()\n        self.inner.step", "weights after 3 steps", "another rank's shard"),
+    Planted("only weights that are trained are sent", DDP, "in module.parameters():", "in filter(lambda p: p.requires_grad, module.parameters()):",
+            "frozen parameters", "not sent"),
+    Planted("the ranks' gradients are rounded to float16 before the sum", DDP, ".double()", ".half().double()", "gradients", "rounded"),
+    Planted("no_sync divides all the same", DDP, "        yield\n", "        yield\n        for p in self.parameters():\n"
+            "            p.grad /= dist.get_world_size()\n", "accumulation in no_sync", "averaged twice"),
+    Planted("gradients of an unused layer are ones", DDP, "bucket = [p for p in bucket if p.grad is not None]",
+            "[setattr(p, 'grad', torch.ones_like(p)) for p in bucket if p.grad is None]", "unused on every rank", "unknown"),
+    Planted("an optimizer zeroes the gradients of its own share alone", OPTIMIZER, "    def state_dict(",
+            "    def zero_grad(self, set_to_none=True):\n        self.inner.zero_grad()\n\n    def state_dict(", "gradients", "kept"),
+    Planted("the state is made anew in each step", OPTIMIZER, "        self.inner.step()", "        self.inner.state.clear()\n        self.inner.step()",
+            "weights after 3 steps", "state lost"),
+    Planted("the state is not loaded", OPTIMIZER, "self.inner.load_state_dict(state)", "self.inner.state.clear()",
+            "state saved and loaded", "state lost"),
+    Planted("a new learning rate is not passed on", OPTIMIZER, '        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]\n', "",
+            "another learning rate later", "another step size"),
+    Planted("an optimizer that the target returns has another learning rate", OPTIMIZED, "lr=lr", "lr=2 * lr", "weights after 3 steps",
+            "another step size"),
+    Planted("each rank updates its share with its own gradient", STEP, REDUCE + "    optimizer.step()\n", "            pass\n    optimizer.step()\n"
+            "    for i, p in enumerate(model.parameters()):\n        dist.broadcast(p.data, i % dist.get_world_size())\n", "gradients", "never synchronised"),
+    Planted("some weights are not gathered again after the update", FSDP, "().items():\n            self.whole",
+            "().items():\n            value = self.__dict__.setdefault(name, value) if 'deep' in name else value\n            self.whole",
+            "training", "stale weights"),
+    Planted("the output of a layer that is split by inputs is not summed", TENSOR, "        dist.all_reduce(x)\n", "", "training", "partial output"),
+    Planted("a rank has the next rank's columns", TENSOR, "chunk(world, 1)[rank]", "chunk(world, 1)[rank - 1]", "initial weights", "another rank's shard"),
     Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
             "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from tests.check.planted import (
     FLAT,
     FSDP,
     MISTAKES,
+    OPTIMIZED,
     OPTIMIZER,
     PUBLISHED,
     SEQUENCE,
@@ -48,7 +49,8 @@ RIGHT = ("torch:ddp", "torch:fsdp2", "torch:zero", "ours:ddp-naive", "ours:ddp-f
          "ours:ddp-bucketed", "ours:zero0", "ours:zero1", "ours:zero2", "ours:zero3")  # fmt: skip
 STUDENTS = {"a DDP with buckets": DDP, "a sharded optimizer": OPTIMIZER, "a training step": STEP,
             "split matrices": TENSOR, "split matrices and sequences": SEQUENCE, "a DDP over a copy of the module": COPY,
-            "an FSDP with a shard of each parameter": FSDP, "a sharded optimizer of one flat buffer": FLAT}  # fmt: skip
+            "an FSDP with a shard of each matrix": FSDP, "a sharded optimizer of one flat buffer": FLAT,
+            "a DDP whose optimizer synchronises": OPTIMIZED}  # fmt: skip
 SEEN = {  # the gallery's variants of data parallelism: candidate, the property that shows it, and the cause
     "missing-wait": ("ours:ddp-naive", "gradients", "never synchronised"),
     "averaged-twice": (BUCKETED, "gradients", "averaged twice"),
