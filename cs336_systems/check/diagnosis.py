@@ -69,12 +69,12 @@ class Diagnosis(Evidence):
         return ""
 
     def _factors(self, wrong: Wrong) -> list[float]:
-        """The factors with which the ranks' own gradients add up to the tensor, if there are such."""
+        """The factors, more than one not 0, with which the ranks' own gradients add up to the tensor, if there are."""
         own, got = self.own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
         if not self.world < len(got) == len(own):
             return []
         factors = torch.linalg.lstsq(own, got).solution.round(decimals=9) + 0
-        return factors.tolist() if largest(own @ factors - got) <= 1e-8 < largest(factors) else []
+        return factors.tolist() if largest(own @ factors - got) <= 1e-8 and factors.count_nonzero() > 1 else []
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that the tensor would have under each mistake, the likeliest first."""
@@ -127,12 +127,13 @@ class Diagnosis(Evidence):
         yield "partial output", self._loss(step, rank, split), ""
 
     def _loss(self, step: int, rank: int, weights: dict[str, Tensor]) -> Tensor:
-        """The loss of an ordinary step with some weights; NaN for a complex model."""
+        """The loss of an ordinary step with some weights."""
         module = self.case.module(0, rank)
-        if any(p.is_complex() for p in module.parameters()):
-            return torch.tensor(math.nan)
         inputs, targets = (self.case.part(each, rank, self.world) for each in self.case.data(step))
-        given = {name: weights[name].to(p.dtype) for name, p in module.named_parameters()}
+        given = {
+            name: (torch.view_as_complex(weights[name]) if p.is_complex() else weights[name]).to(p.dtype)
+            for name, p in module.named_parameters()
+        }
         return copied(self.case.criterion(functional_call(module, given, (inputs,)), targets))
 
     def _weights(self, step: int, rank: int) -> dict[str, Tensor]:

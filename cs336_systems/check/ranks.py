@@ -92,7 +92,9 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
 
 
 def references(cases: list[Case], world: int) -> dict[str, list[Notes]]:
-    """The reference of each case by its name, computed in a process of its own, since this one may fork ranks again."""
+    """The reference of each case by its name, unless an error is right, computed in a process of its own, since this
+    one may fork ranks again."""
+    cases = [case for case in cases if not case.error]
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         if cases:
             run_ranks(_refer, 1, "cpu", cases, world, Path(name))
@@ -194,7 +196,7 @@ class CandidateRun(ObservedRun):
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as it is, or put together from the ranks' equal, flat shards."""
         tensor, shape, world = _full(tensor), self.shapes.get(name, tensor.shape), self.group.size()
-        if self.candidate.kind != "fsdp" or tensor.numel() == shape.numel():
+        if self.candidate.kind != "fsdp" or tensor.shape == shape:
             return tensor
         every = tensor.new_zeros(world * tensor.numel())
         every.chunk(world)[self.group.rank()].copy_(tensor.reshape(-1))

@@ -219,6 +219,38 @@ class StudentFSDP(nn.Module):
         self.free()
 """
 
+IN_PLACE = """
+import torch
+import torch.distributed as dist
+
+
+def fsdp_in_place(module):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = {p: p.shape for p in module.parameters()}
+
+    def part(x):
+        return torch.nn.functional.pad(x.flatten(), (0, -x.numel() % world)).chunk(world)[rank].clone()
+
+    def gather(*_):
+        for p, shape in shapes.items():
+            parts = [torch.empty_like(p) for _ in range(world)]
+            dist.all_gather(parts, p.detach())
+            p.grad, p.data = None, torch.cat(parts)[: shape.numel()].view(shape)
+
+    def finish():
+        for p in shapes:
+            whole = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(whole)
+            p.grad, p.data = None, part(p.data)
+            p.grad = part(whole / world) if p.requires_grad else None
+
+    for p in shapes:
+        p.data = part(p.data)
+    module.register_forward_pre_hook(gather)
+    module.synchronize = finish
+    return module
+"""
+
 FLAT = """
 import torch
 import torch.distributed as dist
@@ -279,7 +311,7 @@ def with_optimizer(module, lr):
 """
 TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
            SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP",
-           OPTIMIZED: "with_optimizer"}  # fmt: skip
+           OPTIMIZED: "with_optimizer", IN_PLACE: "fsdp_in_place"}  # fmt: skip
 
 
 class Planted(NamedTuple):

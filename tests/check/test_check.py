@@ -25,6 +25,7 @@ from tests.check.planted import (
     DIVIDE,
     FLAT,
     FSDP,
+    IN_PLACE,
     MISTAKES,
     OPTIMIZED,
     OPTIMIZER,
@@ -50,7 +51,8 @@ RIGHT = ("torch:ddp", "torch:fsdp2", "torch:zero", "ours:ddp-naive", "ours:ddp-f
 STUDENTS = {"a DDP with buckets": DDP, "a sharded optimizer": OPTIMIZER, "a training step": STEP,
             "split matrices": TENSOR, "split matrices and sequences": SEQUENCE, "a DDP over a copy of the module": COPY,
             "an FSDP with a shard of each matrix": FSDP, "a sharded optimizer of one flat buffer": FLAT,
-            "a DDP whose optimizer synchronises": OPTIMIZED}  # fmt: skip
+            "a DDP whose optimizer synchronises": OPTIMIZED,
+            "an FSDP that puts shards in place of weights": IN_PLACE}  # fmt: skip
 SEEN = {  # the gallery's variants of data parallelism: candidate, the property that shows it, and the cause
     "missing-wait": ("ours:ddp-naive", "gradients", "never synchronised"),
     "averaged-twice": (BUCKETED, "gradients", "averaged twice"),
