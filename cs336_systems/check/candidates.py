@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
@@ -119,11 +119,6 @@ def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
     return module, wrap(module.parameters(), cls, **options)
 
 
-def prepared(accelerator: Any, module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Any:
-    """Model and optimizer that Hugging Face's Accelerator has wrapped."""
-    return accelerator(cpu=True).prepare(module, cls(module.parameters(), **options))
-
-
 def ours(name: str) -> Candidate:
     """A wrapper or ZeRO stage of this library."""
     if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
@@ -170,8 +165,10 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     require_target(target)
     if target in FOREIGN:
         kind, wrap = foreign(target)
-        other = candidate(wrap, kind, target)
-        return [replace(other, build=partial(prepared, wrap)) if target == "accelerate" else other], None
+        if target == "accelerate":
+            return [Candidate(target, kind, build=lambda module, cls, options, group: wrap(cpu=True).prepare(
+                module, cls(module.parameters(), **options)))], None  # fmt: skip
+        return [candidate(wrap, kind, target)], None
     path, _, name = target.partition(":")
     if path == "ours":
         return [ours(name)], None
@@ -194,18 +191,13 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     return [candidate(own[0], kind, beside=module)], build
 
 
-class Uncached(SourceFileLoader):
-    """Loader without __pycache__, as Python would reuse the old code of a file that changes twice within a second."""
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def load_file(path: Path) -> ModuleType:
     """A Python file as a module; what lies beside it can be imported by it. Raises UserError."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    loader = Uncached(f"checked_{path.stem}", str(path.resolve()))
+    loader: Any = SourceFileLoader(f"checked_{path.stem}", str(path.resolve()))
+    # Without __pycache__, of which Python would take the old code of a file that changes twice within a second.
+    loader.get_code = lambda _: loader.source_to_code(loader.get_data(loader.path), loader.path)
     module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
     module.__file__ = loader.path
     sys.path.append(str(path.resolve().parent))

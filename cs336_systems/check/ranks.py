@@ -22,7 +22,7 @@ from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, ca
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.models import Run
-from cs336_systems.check.oracle import Notes, ObservedRun, reference
+from cs336_systems.check.oracle import Notes, ObservedRun, reference, whole_of
 from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
 from cs336_systems.comm.launch import has_autograd_threads, run_ranks
 from cs336_systems.errors import UserError
@@ -162,11 +162,6 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
         pass
 
 
-def _full(x: Any) -> Any:
-    """A tensor, or the whole of a DTensor."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 @dataclass(kw_only=True)
 class CandidateRun(ObservedRun):
     """A rank's part of a program with a candidate's model. All ranks must call these methods together."""
@@ -195,7 +190,7 @@ class CandidateRun(ObservedRun):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as it is, or put together from the ranks' equal, flat shards."""
-        tensor, shape, world = _full(tensor), self.shapes.get(name, tensor.shape), self.group.size()
+        tensor, shape, world = whole_of(tensor), self.shapes.get(name, tensor.shape), self.group.size()
         if self.candidate.kind != "fsdp" or tensor.shape == shape:
             return tensor
         every = tensor.new_zeros(world * tensor.numel())
@@ -205,24 +200,18 @@ class CandidateRun(ObservedRun):
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients, where `.grad` has them."""
-        found = {name: _full(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
+        found = {name: whole_of(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
         is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
         return found if is_whole else {}
 
-    def norm(self, limit: float) -> Any:
-        """The norm, by the wrapper's own method if it has one."""
-        method = getattr(self.model, "clip_grad_norm", getattr(self.model, "clip_grad_norm_", super().norm))
-        return _full(method(limit))
-
-    def optimizer_state(self) -> Any:
+    def save(self) -> tuple[dict[str, Any], Any]:
         """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
-        if not hasattr(self.optimizer, "consolidate_state_dict"):
-            return super().optimizer_state()
-        state = None
-        for rank in range(self.world):
-            self.optimizer.consolidate_state_dict(to=rank)
-            state = self.optimizer.state_dict() if rank == self.rank else state
-        return state
+        consolidate = getattr(self.optimizer, "consolidate_state_dict", None)
+        saved: Any = None if consolidate else super().save()
+        for rank in range(self.world if consolidate else 0):
+            consolidate(to=rank)
+            saved = super().save() if rank == self.rank else saved
+        return saved
 
     def loss(self, step: int, **options: Any) -> Any:
         """Compute the loss, after the candidate's preparation for a batch."""

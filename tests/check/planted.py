@@ -309,9 +309,15 @@ def with_optimizer(module, lr):
     optimizer.synchronize, model.finish_gradient_synchronization = model.finish_gradient_synchronization, None
     return model, optimizer
 """
-TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
-           SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP",
-           OPTIMIZED: "with_optimizer", IN_PLACE: "fsdp_in_place"}  # fmt: skip
+STUDENTS = {  # right ones: the name of the class or function, and its source
+    "a DDP with buckets": ("StudentDDP", DDP), "a sharded optimizer": ("StudentSharded", OPTIMIZER),
+    "a training step": ("train_step", STEP), "split matrices": ("tensor_parallel", TENSOR),
+    "split matrices and sequences": ("sequence_parallel", SEQUENCE),
+    "a DDP over a copy of the module": ("StudentDDP", COPY), "an FSDP with a shard of each matrix": ("StudentFSDP", FSDP),
+    "an FSDP that puts shards in place of weights": ("fsdp_in_place", IN_PLACE),
+    "a sharded optimizer of one flat buffer": ("StudentFlat", FLAT),
+    "a DDP whose optimizer synchronises": ("with_optimizer", OPTIMIZED),
+}  # fmt: skip
 
 
 class Planted(NamedTuple):
@@ -331,7 +337,7 @@ def make(source: str, old: str = "", new: str = "") -> Any:
     assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the source"
     module = ModuleType("planted")
     exec(compile(source.replace(old, new) if old else source, "planted", "exec"), vars(module))
-    return vars(module)[TARGETS[source]]
+    return vars(module)[next(name for name, text in STUDENTS.values() if text == source)]
 
 
 DIVIDE = "            flat /= dist.get_world_size()\n"
@@ -341,7 +347,6 @@ COPY_BACK = (
     "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
 )
 MISTAKES = [
-    Planted("gradients are summed", DDP, DIVIDE, "", "gradients", "summed"),
     Planted("the mean is divided once more", DDP, DIVIDE, DIVIDE * 2, "gradients", "averaged twice"),
     Planted("nothing is reduced", DDP, "            self.launch(bucket)", "            pass", "gradients",
             "never synchronised"),
@@ -360,7 +365,6 @@ MISTAKES = [
     Planted("gradients are clipped before the reduction", DDP, "        for bucket in self.buckets:\n",
             "        nn.utils.clip_grad_norm_(self.parameters(), 0.1)\n        for bucket in self.buckets:\n", "gradients", "scaled"),
     Planted("the sum is divided by another number", DDP, DIVIDE, "            flat /= 8\n", "gradients", "factor"),
-    Planted("a buffer in bfloat16", DDP, ".double()", ".bfloat16()", "gradients", "rounded"),
     Planted("weights are not sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            pass",
             "initial weights", "not sent"),
     Planted("buffers are not sent", DDP, "            dist.broadcast(buffer, 0)", "            pass", "buffers", "not sent"),
@@ -369,9 +373,6 @@ MISTAKES = [
             "gradients", "from here on"),
     Planted("updates are not sent", OPTIMIZER, "            dist.broadcast(p.detach(), owner)", "            pass",
             "weights after 3 steps", "unmoved"),
-    Planted("each rank's own mean", STEP, "    dist.all_reduce(size)\n", "    size *= dist.get_world_size()\n",
-            "unequal parts of the batch", "mean of means"),
-    Planted("a copy without its conjugate", TENSOR, COPY_BACK, "        return gradient", "gradients", "partial sum"),
     Planted("gradients of split weights are three times as large", TENSOR, SUM_BACK, SUM_BACK.replace("return g", "return 3 * g"),
             "gradients", "factor"),
     Planted("the largest of the ranks' gradients is taken", DDP, "dist.all_reduce(flat, async_op=True)",
