@@ -92,10 +92,9 @@ class Diagnosis(Evidence):
             yield from self._of_loss(step, rank)
         elif before is not None:
             yield "unmoved", before, ""
-            right = wrong.want - before if before.shape == wrong.want.shape == wrong.got.shape else torch.empty(0)
-            factor = factor_of(wrong.got - before, right) if len(right) else None
-            if factor is not None and (step, "gradient", name) in self.got[rank].tensors:
-                yield "another step size", before + factor * right, f"times {factor:.6g}"
+            is_used = before.shape == wrong.got.shape and (step, "gradient", name) in self.got[rank].tensors
+            if is_used and (factor := factor_of(wrong.got - before, wrong.want - before)) is not None:
+                yield "another step size", wrong.got, f"times {factor:.6g}"
             yield from self._of_update(wrong, before)
         elif step < 0:
             module = self.case.module(rank if self.case.seeds else 0, rank)

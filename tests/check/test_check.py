@@ -19,7 +19,7 @@ from cs336_systems.check.candidates import Candidate, candidate, load
 from cs336_systems.check.cases import CASES
 from cs336_systems.ddp import NaiveDDP
 from cs336_systems.errors import UserError
-from tests.check.planted import DDP, DIVIDE, MISTAKES, PUBLISHED, STUDENTS, Planted, make
+from tests.check.planted import DDP, DIVIDE, MISTAKES, OPTIMIZED, PUBLISHED, STUDENTS, Planted, make
 from tests.support.gallery import plant, slow_down
 from tests.support.ranks import patience
 from tests.test_readme import ROOT, anchors
@@ -311,6 +311,8 @@ def test_a_scalar_of_zero_is_no_shard_of_another_rank():
     zero = f"{sent}            parameter.dim() or parameter.detach().zero_()\n"
     report = check(make(DDP, sent, zero), only="a parameter without axes", timeout=patience(PATIENCE))
     assert [(each.status, each.cause) for each in report.verdicts] == [("WRONG", "unknown")], report
+    report = check(make(OPTIMIZED, "lr=lr", "lr=2 * lr"), only="a parameter without axes", timeout=patience(PATIENCE))
+    assert "28 another step size, 2 summed" in report.verdicts[0].says, report
 
 
 def test_a_training_step_may_return_any_loss():
