@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
@@ -39,11 +39,11 @@ ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, a
     "get_ddp_individual_parameters": "ddp", "get_ddp_bucketed": "ddp", "get_ddp": "ddp",
     "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
 }  # fmt: skip
-GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
-                 "group")  # fmt: skip
 ENDED = "ended by itself with exit code"
 Built = tuple[Any, Any]  # a model and its optimizer
-BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
+BATCH = {name: i for i, names in enumerate((  # parameters that a step may have
+    "model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels", "group",
+)) for name in names.split()}  # fmt: skip
 
 
 def line_of(error: BaseException, who: str = "it") -> str:
@@ -198,8 +198,8 @@ def load_file(path: Path) -> ModuleType:
     loader: Any = SourceFileLoader(f"checked_{path.stem}", str(path.resolve()))
     # Without __pycache__, of which Python would take the old code of a file that changes twice within a second.
     loader.get_code = lambda _: loader.source_to_code(loader.get_data(loader.path), loader.path)
-    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
-    module.__file__ = loader.path
+    spec: Any = spec_from_file_location(loader.name, loader.path, loader=loader)
+    module = sys.modules[loader.name] = module_from_spec(spec)
     sys.path.append(str(path.resolve().parent))
     with called(f"{path} cannot be imported"):
         loader.exec_module(module)

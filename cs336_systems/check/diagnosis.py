@@ -52,8 +52,11 @@ class Diagnosis(Evidence):
             return "rounded", rounded
         if is_gradient and (factor := factor_of(got, want)) is not None:
             return "factor", f"times {factor:.6g}"
-        if is_gradient and (factors := self._factors(wrong)):
-            return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors))
+        own = self.own(wrong).reshape(self.world, -1).T
+        if is_gradient and self.world < got.numel() == len(own):
+            factors = torch.linalg.lstsq(own, got.flatten()).solution.round(decimals=9) + 0
+            if largest(own @ factors - got.flatten()) <= 1e-8 and factors.count_nonzero() > 1:
+                return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors.tolist()))
         return "unknown", ""
 
     def _rounded(self, wrong: Wrong) -> str:
@@ -67,14 +70,6 @@ class Diagnosis(Evidence):
             if off <= bound(dtype, roundings) and (fits or dtype == torch.float32):
                 return f"{str(dtype).removeprefix('torch.')}: relative error {off:.1g}"
         return ""
-
-    def _factors(self, wrong: Wrong) -> list[float]:
-        """The factors, more than one not 0, with which the ranks' own gradients add up to the tensor, if there are."""
-        own, got = self.own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
-        if not self.world < len(got) == len(own):
-            return []
-        factors = torch.linalg.lstsq(own, got).solution.round(decimals=9) + 0
-        return factors.tolist() if largest(own @ factors - got) <= 1e-8 and factors.count_nonzero() > 1 else []
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that the tensor would have under each mistake, the likeliest first."""
@@ -111,14 +106,12 @@ class Diagnosis(Evidence):
         """Values of an ordinary step's loss with old weights, all or those of a part of the model, and with this rank's
         parts of split weights alone."""
         new, old = self._weights(step - 1, rank), self._weights(step - 2, rank)
-        if old:
-            yield "stale weights", self._loss(step, rank, old), ""
-        places = {place for name in new for place in accumulate(name.split("."), "{}.{}".format)}
-        for place in sorted(places | {"matrices"}) if old and sum(map(torch.numel, new.values())) <= LARGEST else ():
-            of_it = [name for name, x in new.items() if place == "matrices" and x.dim() > 1]
-            of_it += [name for name in new if f"{name}.".startswith(f"{place}.")]
-            some = {name: old[name] for name in of_it}
-            yield "stale weights", self._loss(step, rank, new | some), f"those of {place} alone"
+        places = {place for name in new for place in accumulate(name.split("."), "{}.{}".format)} | {"matrices"}
+        is_small = sum(map(torch.numel, new.values())) <= LARGEST
+        for part in ("", *sorted(places if is_small else ())) if old else ():
+            some = {name: x for name, x in old.items()
+                    if f"{name}.".startswith(part and f"{part}.") or (part == "matrices" and x.dim() > 1)}  # fmt: skip
+            yield "stale weights", self._loss(step, rank, new | some), f"those of {part} alone" * bool(part)
         split = {name: torch.zeros_like(x) for name, x in new.items()}
         for name, x in new.items():
             got = self.got[rank].tensors.get((step - 1, "weight", name), x)

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,15 +37,12 @@ class BrokenPromiseError(AssertionError):
 @contextmanager
 def clean_torch() -> Iterator[None]:
     """Set double precision, one thread and seeds inside the block, and restore the settings after it."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_num_threads(threads)
+        torch.set_num_threads(1)
+        yield
 
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
@@ -206,7 +203,7 @@ class CandidateRun(ObservedRun):
 
     def save(self) -> tuple[dict[str, Any], Any]:
         """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
-        consolidate = getattr(self.optimizer, "consolidate_state_dict", None)
+        consolidate: Any = getattr(self.optimizer, "consolidate_state_dict", None)
         saved: Any = None if consolidate else super().save()
         for rank in range(self.world if consolidate else 0):
             consolidate(to=rank)

@@ -168,7 +168,8 @@ def _judge(case: Case, want: dict[str, list[Notes]], got: list[Notes]) -> list[V
 
 def _verdict(evidence: Diagnosis, errors: list[str], found: list[Wrong]) -> Verdict:
     """The verdict on a case from its first wrong tensors and the ranks' errors."""
-    case, error, silent = evidence.case, first_error(errors), _silent(errors)
+    case, error = evidence.case, first_error(errors)
+    silent = ", ".join(str(rank) for rank, each in enumerate(errors) if not each)
     if found:
         cause, says, page = diagnose(found, evidence)
         wrong = case.name == FIRST.name or (case.must and not error)
@@ -189,13 +190,10 @@ def _refusal(case: Case, errors: list[str]) -> Verdict:
     """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
     left = errors[:-1] if case.name == "a rank that dies" else errors
     if gone := [each for each in left if is_gone(each) or not each]:
-        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {_silent(left)}"
+        silent = ", ".join(str(rank) for rank, each in enumerate(left) if not each)
+        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {silent}"
         return Verdict(case.name, WEAK, says, case.page)
     return Verdict(case.name, RIGHT, first_error(left))
-
-
-def _silent(errors: list[str]) -> str:
-    return ", ".join(str(rank) for rank, error in enumerate(errors) if not error)
 
 
 def first_error(errors: list[str]) -> str:

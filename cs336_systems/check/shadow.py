@@ -218,7 +218,4 @@ def _typed(case: Case, weights: Weights) -> Case:
             weights.give(each, V if case.seeds and isinstance(each, nn.Parameter) else R)
         weights.module = module
 
-    def part(full: Tensor, rank: int, world: int) -> Tensor:
-        return weights.give(case.part(full, rank, world), P)
-
-    return replace(case, prepare=prepare, part=part)
+    return replace(case, prepare=prepare, part=lambda *given: weights.give(case.part(*given), P))
