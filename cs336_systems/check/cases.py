@@ -62,7 +62,7 @@ def reload(run: Any) -> Any:
     yield from training(run, (2, 3))
 
 
-def halve_rate(run: Any, first: int = 0) -> None:
+def halve(first: int, run: Any) -> None:
     """Use half of the learning rate from now on, on a rank and those after it."""
     for group in run.optimizer.param_groups if run.rank >= first % run.world else ():
         group["lr"] /= 2
@@ -216,7 +216,7 @@ CASES = (
     Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
     Case("AdamW instead of SGD", kinds=("step",), cls=torch.optim.AdamW, options=ADAMW),
     Case("mixed dtypes", make=mixed, kinds=MODULES),
-    Case("another learning rate later", partial(change, halve_rate), kinds=MODULES),
+    Case("another learning rate later", partial(change, partial(halve, 0)), kinds=MODULES),
     Case("accumulation in no_sync", partial(accumulate, quiet=True), kinds=DP),
     Case("accumulation without no_sync", partial(accumulate, quiet=False), kinds=("ddp",)),
     Case("recomputation", partial(training, recompute="yes"), kinds=DP),
@@ -235,8 +235,7 @@ CASES = (
     weak("a parameter replaced", partial(change, replace_last)),
     weak("cast after wrapping", partial(change, lambda run: run.bare.float()), kinds=("ddp",)),
     weak("layers in another order on one rank", prepare=reorder, error=True),
-    weak("another learning rate on one rank", partial(change, partial(halve_rate, first=-1), after=0),
-         kinds=MODULES, error=True),
+    weak("another learning rate on one rank", partial(change, partial(halve, -1), after=0), kinds=MODULES, error=True),
     Case("a rank that dies", partial(change, lambda run: run.rank < run.world - 1 or _exit(0)),
          must=False, error=True, page=DIED),
 )  # fmt: skip

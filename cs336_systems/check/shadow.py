@@ -166,8 +166,9 @@ class Weights(Shadow):
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         weights = [each for each in self.module.parameters() if each.requires_grad]
         has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
-        is_ours = any(_lies_in(p, weight) for p in updated for weight in weights)  # not one that is tried out
-        for weight in weights if is_ours and not all(has) else ():
+        own = [any(_lies_in(p, weight) for weight in weights) for p in updated]  # else a shard of some, or tried out
+        varying = [weight for weight, is_whole in zip(weights, has, strict=True) if all(own) or not is_whole]
+        for weight in varying if any(own) and not all(has) else ():
             self.give(weight, V)
 
     def _resized(self, storage: Any, size: int) -> Any:
