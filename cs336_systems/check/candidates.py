@@ -10,10 +10,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
@@ -39,11 +39,11 @@ ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, a
     "get_ddp_individual_parameters": "ddp", "get_ddp_bucketed": "ddp", "get_ddp": "ddp",
     "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
 }  # fmt: skip
-GIVEN_TO_STEP = ("model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels",
-                 "group")  # fmt: skip
 ENDED = "ended by itself with exit code"
 Built = tuple[Any, Any]  # a model and its optimizer
-BATCH = {name: i for i, names in enumerate(GIVEN_TO_STEP) for name in names.split()}  # parameters that a step may have
+BATCH = {name: i for i, names in enumerate((  # parameters that a step may have
+    "model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels", "group",
+)) for name in names.split()}  # fmt: skip
 
 
 def line_of(error: BaseException, who: str = "it") -> str:
@@ -78,8 +78,8 @@ def called(what: str) -> Iterator[None]:
 
 
 def synchronise(model: Any, optimizer: Any) -> None:
-    """Call the method that ends a wrapper's synchronisation, if it has one."""
-    methods = (getattr(model, name, None) for name in SYNCHRONISE)
+    """Call the method that ends a wrapper's or its optimizer's synchronisation, if one has it."""
+    methods = (getattr(each, name, None) for each in (model, optimizer) for name in SYNCHRONISE)
     if method := next(filter(callable, methods), None):
         method()
 
@@ -105,7 +105,8 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
     """Model and optimizer of a wrapper; it may return both."""
-    model = wrap(module, **accepted(wrap, GIVEN | {"group": group, "process_group": group}))
+    offered = GIVEN | {"group": group, "process_group": group, "optimizer_cls": cls, **options}
+    model = wrap(module, **accepted(wrap, offered))
     if isinstance(model, tuple):
         return model[0], model[1]
     if not callable(model):
@@ -116,11 +117,6 @@ def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
 def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
     """The module, and its sharded optimizer."""
     return module, wrap(module.parameters(), cls, **options)
-
-
-def prepared(accelerator: Any, module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Any:
-    """Model and optimizer that Hugging Face's Accelerator has wrapped."""
-    return accelerator(cpu=True).prepare(module, cls(module.parameters(), **options))
 
 
 def ours(name: str) -> Candidate:
@@ -169,8 +165,10 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     require_target(target)
     if target in FOREIGN:
         kind, wrap = foreign(target)
-        other = candidate(wrap, kind, target)
-        return [replace(other, build=partial(prepared, wrap)) if target == "accelerate" else other], None
+        if target == "accelerate":
+            return [Candidate(target, kind, build=lambda module, cls, options, group: wrap(cpu=True).prepare(
+                module, cls(module.parameters(), **options)))], None  # fmt: skip
+        return [candidate(wrap, kind, target)], None
     path, _, name = target.partition(":")
     if path == "ours":
         return [ours(name)], None
@@ -193,20 +191,15 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
     return [candidate(own[0], kind, beside=module)], build
 
 
-class Uncached(SourceFileLoader):
-    """Loader without __pycache__, as Python would reuse the old code of a file that changes twice within a second."""
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def load_file(path: Path) -> ModuleType:
     """A Python file as a module; what lies beside it can be imported by it. Raises UserError."""
     if not path.is_file():
         raise UserError(f"cannot read {path}: no such file")
-    loader = Uncached(f"checked_{path.stem}", str(path.resolve()))
-    module = sys.modules[loader.name] = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
-    module.__file__ = loader.path
+    loader: Any = SourceFileLoader(f"checked_{path.stem}", str(path.resolve()))
+    # Without __pycache__, of which Python would take the old code of a file that changes twice within a second.
+    loader.get_code = lambda _: loader.source_to_code(loader.get_data(loader.path), loader.path)
+    spec: Any = spec_from_file_location(loader.name, loader.path, loader=loader)
+    module = sys.modules[loader.name] = module_from_spec(spec)
     sys.path.append(str(path.resolve().parent))
     with called(f"{path} cannot be imported"):
         loader.exec_module(module)

@@ -62,23 +62,17 @@ def reload(run: Any) -> Any:
     yield from training(run, (2, 3))
 
 
-def die(run: Any) -> None:
-    """End the last rank silently."""
-    if run.rank == run.world - 1:
-        _exit(0)
+def halve(first: int, run: Any) -> None:
+    """Use half of the learning rate from now on, on a rank and those after it."""
+    for group in run.optimizer.param_groups if run.rank >= first % run.world else ():
+        group["lr"] /= 2
 
 
-def other_rate(run: Any) -> Any:
-    """Use another learning rate on the last rank."""
-    run.optimizer.param_groups[0]["lr"] *= 0.5 if run.rank == run.world - 1 else 1
-    yield from training(run)
-
-
-def change(action: Callable[[Any], object], run: Any) -> Any:
-    """Apply a change on all ranks after the first step."""
-    yield from run.train(0)
+def change(action: Callable[[Any], object], run: Any, after: int = 1) -> Any:
+    """Apply a change on all ranks after so many steps."""
+    yield from training(run, range(after))
     action(run)
-    yield from training(run, (1, 2))
+    yield from training(run, range(after, 3))
 
 
 def replace_last(run: Any) -> None:
@@ -217,11 +211,12 @@ CASES = (
     Case("tied weights", make=partial(Net, shared=False, scalar=False)),
     Case("a layer used twice", make=partial(Net, tied=False, scalar=False)),
     Case("a parameter without axes", make=partial(Net, tied=False, shared=False)),
-    Case("frozen parameters", prepare=lambda module, rank: freeze(module, rank, "first.weight")),
+    Case("frozen parameters", prepare=lambda module, rank: freeze(module, rank, "first.weight"), seeds=True),
     Case("unused on every rank", partial(training, skip=lambda step, rank: step == 1), kinds=DP, page=WRONG),
     Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
     Case("AdamW instead of SGD", kinds=("step",), cls=torch.optim.AdamW, options=ADAMW),
     Case("mixed dtypes", make=mixed, kinds=MODULES),
+    Case("another learning rate later", partial(change, partial(halve, 0)), kinds=MODULES),
     Case("accumulation in no_sync", partial(accumulate, quiet=True), kinds=DP),
     Case("accumulation without no_sync", partial(accumulate, quiet=False), kinds=("ddp",)),
     Case("recomputation", partial(training, recompute="yes"), kinds=DP),
@@ -240,6 +235,7 @@ CASES = (
     weak("a parameter replaced", partial(change, replace_last)),
     weak("cast after wrapping", partial(change, lambda run: run.bare.float()), kinds=("ddp",)),
     weak("layers in another order on one rank", prepare=reorder, error=True),
-    weak("another learning rate on one rank", other_rate, kinds=MODULES, error=True),
-    Case("a rank that dies", partial(change, die), must=False, error=True, page=DIED),
+    weak("another learning rate on one rank", partial(change, partial(halve, -1), after=0), kinds=MODULES, error=True),
+    Case("a rank that dies", partial(change, lambda run: run.rank < run.world - 1 or _exit(0)),
+         must=False, error=True, page=DIED),
 )  # fmt: skip

@@ -5,7 +5,8 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from cs336_systems.check.cases import training
+from cs336_systems.check.cases import reload, training
 from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
 from cs336_systems.check.tolerances import bound, factor_of, largest
 
-CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
+FOUND = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
+CAUSES = {name: FOUND["default"] | each for name, each in FOUND.items() if name != "default"}
 LARGEST = 10_000  # elements of all gradients among which a slice is looked for
 PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a slice of a tensor may have
 
@@ -50,28 +52,24 @@ class Diagnosis(Evidence):
             return "rounded", rounded
         if is_gradient and (factor := factor_of(got, want)) is not None:
             return "factor", f"times {factor:.6g}"
-        if is_gradient and (factors := self._factors(wrong)):
-            return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors))
+        own = self.own(wrong).reshape(self.world, -1).T
+        if is_gradient and self.world < got.numel() == len(own):
+            factors = torch.linalg.lstsq(own, got.flatten()).solution.round(decimals=9) + 0
+            if largest(own @ factors - got.flatten()) <= 1e-8 and factors.count_nonzero() > 1:
+                return "scaled", ", ".join(f"{each:.3g} of rank {r}'s" for r, each in enumerate(factors.tolist()))
         return "unknown", ""
 
     def _rounded(self, wrong: Wrong) -> str:
         """A dtype in which a tensor seems to have been reduced or kept, as its elements, or those of the sum before the
         mean, have no more digits; float32 may have computed it, too."""
-        got, limit = wrong.got, self.tolerance(wrong.key, wrong.want)
+        got, limit, own = wrong.got, self.tolerance(wrong.key, wrong.want), self.own(wrong)
         off = ((got - wrong.want).norm() / wrong.want.norm()).item()
         for dtype, roundings in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 64)):
             fits = any(largest(n * got - (n * got).to(dtype)) <= n * limit for n in (1, self.world))
+            fits |= own.shape[1:] == got.shape and largest(own.to(dtype).double().mean(0) - got) <= limit
             if off <= bound(dtype, roundings) and (fits or dtype == torch.float32):
                 return f"{str(dtype).removeprefix('torch.')}: relative error {off:.1g}"
         return ""
-
-    def _factors(self, wrong: Wrong) -> list[float]:
-        """The factors, none of them 0, with which the ranks' own gradients add up to the tensor, if there are such."""
-        own, got = self.own(wrong).reshape(self.world, -1).T, wrong.got.flatten()
-        if not self.world < len(got) == len(own):
-            return []
-        factors = torch.linalg.lstsq(own, got).solution
-        return factors.tolist() if largest(own @ factors - got) <= 1e-9 < factors.abs().min() else []
 
     def _signatures(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that the tensor would have under each mistake, the likeliest first."""
@@ -86,27 +84,48 @@ class Diagnosis(Evidence):
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
         elif kind == "loss":
-            if step > 0:  # an ordinary step
-                yield "stale weights", self._loss(step, rank, self._weights(step - 2, rank)), ""
+            yield from self._of_loss(step, rank)
         elif before is not None:
             yield "unmoved", before, ""
-            if step == 0:
-                yield from self._of_update(wrong, before)
+            is_used = before.shape == wrong.got.shape and (step, "gradient", name) in self.got[rank].tensors
+            if is_used and (factor := factor_of(wrong.got - before, wrong.want - before)) is not None:
+                yield "another step size", wrong.got, f"times {factor:.6g}"
+            yield from self._of_update(wrong, before)
         elif step < 0:
             module = self.case.module(rank if self.case.seeds else 0, rank)
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             if name in tensors:
                 yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
+            for other in range(self.world):
+                whole = self.want[rank].tensors[wrong.key]
+                yield "another rank's shard", shard(whole, wrong.got, other, self.world), f"rank {other}'s"
         if kind in ("gradient", "weight"):
             yield from self._of_other_shards(wrong.key, rank)
 
+    def _of_loss(self, step: int, rank: int) -> Iterator[tuple[str, Tensor, str]]:
+        """Values of an ordinary step's loss with old weights, all or those of a part of the model, and with this rank's
+        parts of split weights alone."""
+        new, old = self._weights(step - 1, rank), self._weights(step - 2, rank)
+        places = {place for name in new for place in accumulate(name.split("."), "{}.{}".format)} | {"matrices"}
+        is_small = sum(map(torch.numel, new.values())) <= LARGEST
+        for part in ("", *sorted(places if is_small else ())) if old else ():
+            some = {name: x for name, x in old.items()
+                    if f"{name}.".startswith(part and f"{part}.") or (part == "matrices" and x.dim() > 1)}  # fmt: skip
+            yield "stale weights", self._loss(step, rank, new | some), f"those of {part} alone" * bool(part)
+        split = {name: torch.zeros_like(x) for name, x in new.items()}
+        for name, x in new.items():
+            got = self.got[rank].tensors.get((step - 1, "weight", name), x)
+            shard(split[name], got, rank, self.world).copy_(shard(x, got, rank, self.world))
+        yield "partial output", self._loss(step, rank, split), ""
+
     def _loss(self, step: int, rank: int, weights: dict[str, Tensor]) -> Tensor:
-        """The loss of an ordinary step with some weights; NaN for a complex model."""
+        """The loss of an ordinary step with some weights."""
         module = self.case.module(0, rank)
-        if any(p.is_complex() for p in module.parameters()):
-            return torch.tensor(math.nan)
         inputs, targets = (self.case.part(each, rank, self.world) for each in self.case.data(step))
-        given = {name: weights[name].to(p.dtype) for name, p in module.named_parameters()}
+        given = {
+            name: (torch.view_as_complex(weights[name]) if p.is_complex() else weights[name]).to(p.dtype)
+            for name, p in module.named_parameters()
+        }
         return copied(self.case.criterion(functional_call(module, given, (inputs,)), targets))
 
     def _weights(self, step: int, rank: int) -> dict[str, Tensor]:
@@ -121,14 +140,21 @@ class Diagnosis(Evidence):
         return weight.detach()
 
     def _of_update(self, wrong: Wrong, before: Tensor) -> Iterator[tuple[str, Tensor, str]]:
-        """Values of a weight after a first step that is taken with each wrong gradient."""
-        key, updated = (0, "gradient", wrong.key[2]), partial(self._updated, before)
-        if (want := self.want[wrong.rank].tensors.get(key)) is not None and want.shape == before.shape:
-            of_gradient = wrong._replace(key=key, want=want)
-            yield "averaged weights", torch.stack([updated(each) for each in self.own(of_gradient)]).mean(0), ""
-            for cause, value, detail in (*self._of_gradient(of_gradient), *self._of_other_shards(key, wrong.rank)):
-                if value.shape == before.shape:
-                    yield cause, updated(value), f"its gradient{', ' * bool(detail)}{detail}"
+        """Values of a weight after a first step that is taken with each wrong gradient, and after a later step that is
+        taken like a first one."""
+        (step, _, name), right = wrong.key, self.want[wrong.rank].tensors
+        key, updated = (step, "gradient", name), partial(self._updated, before)
+        if (want := right.get(key)) is None or want.shape != before.shape:
+            return
+        if step > 0:  # where the state has been loaded, a step has been taken back
+            start = right[step - 2 if self.case.program is reload else step - 1, "weight", name]
+            yield "state lost", self._updated(start, want), ""
+            return
+        of_gradient = wrong._replace(key=key, want=want)
+        yield "averaged weights", torch.stack([updated(each) for each in self.own(of_gradient)]).mean(0), ""
+        for cause, value, detail in (*self._of_gradient(of_gradient), *self._of_other_shards(key, wrong.rank)):
+            if value.shape == before.shape:
+                yield cause, updated(value), f"its gradient{', ' * bool(detail)}{detail}"
 
     def _of_other_shards(self, key: Key, rank: int) -> Iterator[tuple[str, Tensor, str]]:
         """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined."""
@@ -166,7 +192,8 @@ class Diagnosis(Evidence):
         yield "averaged twice", want / n, f"1/{n} of the mean"
         if (before := right.get((step - 1, "gradient", name))) is not None:
             yield "stale", before, ""
-            yield "kept", want + before, ""
+            for k in range(n, 0, -1):
+                yield "kept", want + before * k / n, f"{k} of {n} ranks' share of it" * (k < n)
         others = [("another rank's", own[other], f"rank {other}'s") for other in range(n)]
         instead = (("maximum", own.amax(0)), ("minimum", own.amin(0)), ("product", own.prod(0)))
         for cause, value, which in (*others, *(("not summed", value, which) for which, value in instead)):
@@ -201,13 +228,15 @@ class Diagnosis(Evidence):
                 others = sum(parts[rank]) - parts[rank][i]
                 yield "parts unsynchronised", means[i] + others, f"the {which} pass alone is synchronised"
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
+            again = reduce(lambda total, mean: total / self.world + mean, means)
+            yield "averaged twice", again, "that of earlier backward passes, at each later one"
 
     def _elsewhere(self, key: Key, rank: int, got: Tensor, limit: float) -> str:
         """Place where a tensor's elements are a slice of the means, or of the rank's own, in the order of backward."""
         tensors = self.want[rank].tensors
-        names = [name for name in reversed(self.order) if (key[0], "gradient", name) in tensors]
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
-            flat = torch.cat([torch.zeros(0), *(tensors[key[0], kind, name].flatten() for name in names)])
+            found = (tensors.get((key[0], kind, name)) for name in reversed(self.order))
+            flat = torch.cat([torch.zeros(0), *(each.flatten() for each in found if each is not None)])
             for scale in (1, self.world) if 1 < got.numel() <= len(flat) <= LARGEST else ():
                 off = (flat.unfold(0, got.numel(), 1) / scale - got.flatten()).abs().amax(1)
                 if off.min().item() <= limit:
@@ -221,6 +250,8 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:
     # Another rank's gradient: on that rank itself it looks like its own.
     sent = [each for each in found if each.cause == "another rank's" and each.key == found[0].key]
     first = (sent or found)[0]
+    if 0 < len(sent) < evidence.world and len({each.detail for each in found if each.cause == "another rank's"}) > 1:
+        first = first._replace(cause="never synchronised", detail="each rank's share of all")
     step, kind, name = found[0].key
     names = list(dict.fromkeys(each.key[2] for each in found))
     every = [key[2] for key in evidence.want[0].tensors if key[:2] == (step, kind)]

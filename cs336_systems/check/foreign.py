@@ -23,12 +23,8 @@ class Late:
     def __init__(self, start: Callable[[], Any]) -> None:
         self._work = cache(start)  # once
 
-    def is_completed(self) -> bool:
-        """True once the collective has been waited for."""
-        return self._work.cache_info().currsize > 0
-
     def __getattr__(self, name: str) -> Any:
-        """Start the collective for whoever waits for it, or asks for its future."""
+        """Start the collective for whoever waits for it, asks for its future, or if it has ended."""
         return getattr(self._work(), name)
 
 

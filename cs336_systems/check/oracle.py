@@ -7,6 +7,7 @@ It shares no code with the library. A run's notes are the tensors that the ranks
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -48,6 +49,11 @@ def copied(tensor: Tensor) -> Tensor:
     return real.detach().to("cpu", torch.float64, copy=True)
 
 
+def whole_of(x: Any) -> Any:
+    """A tensor, or the whole of a DTensor."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 @dataclass(kw_only=True)
 class ObservedRun(Run):
     """A run of a case that notes what it computes: whole weights and gradients, by the bare module's names."""
@@ -66,13 +72,6 @@ class ObservedRun(Run):
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients, without those that are None."""
         return {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
-
-    def norm(self, limit: float) -> Any:
-        """The norm of all gradients, which are scaled down to the limit."""
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-
-    def optimizer_state(self) -> Any:
-        return self.optimizer.state_dict()
 
     def note(self, kind: str, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -118,11 +117,14 @@ class ObservedRun(Run):
         self.step()
 
     def clip(self, limit: float) -> None:
-        self.note("norm", {"": torch.as_tensor(self.norm(limit))})
+        """Scale all gradients down to a norm, by the wrapper's own method if it has one, and note the norm before."""
+        usual = partial(torch.nn.utils.clip_grad_norm_, self.model.parameters())
+        clip = getattr(self.model, "clip_grad_norm", getattr(self.model, "clip_grad_norm_", usual))
+        self.note("norm", {"": torch.as_tensor(whole_of(clip(limit)))})
 
     def save(self) -> tuple[dict[str, Any], Any]:
         whole = getattr(self.model, "gather_full_params", self.model.state_dict)()
-        return tree_map_only(Tensor, lambda value: value.detach().clone(), (whole, self.optimizer_state()))
+        return tree_map_only(Tensor, lambda value: value.detach().clone(), (whole, self.optimizer.state_dict()))
 
     def load(self, saved: tuple[dict[str, Any], Any]) -> None:
         inner = hasattr(self.model, "gather_full_params")

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, ca
 from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.models import Run
-from cs336_systems.check.oracle import Notes, ObservedRun, reference
+from cs336_systems.check.oracle import Notes, ObservedRun, reference, whole_of
 from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
 from cs336_systems.comm.launch import has_autograd_threads, run_ranks
 from cs336_systems.errors import UserError
@@ -37,15 +37,12 @@ class BrokenPromiseError(AssertionError):
 @contextmanager
 def clean_torch() -> Iterator[None]:
     """Set double precision, one thread and seeds inside the block, and restore the settings after it."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_num_threads(threads)
+        torch.set_num_threads(1)
+        yield
 
 
 def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: float) -> list[tuple[Case, list[Notes]]]:
@@ -92,7 +89,9 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
 
 
 def references(cases: list[Case], world: int) -> dict[str, list[Notes]]:
-    """The reference of each case by its name, computed in a process of its own, since this one may fork ranks again."""
+    """The reference of each case by its name, unless an error is right, computed in a process of its own, since this
+    one may fork ranks again."""
+    cases = [case for case in cases if not case.error]
     with tempfile.TemporaryDirectory(prefix="check-") as name:
         if cases:
             run_ranks(_refer, 1, "cpu", cases, world, Path(name))
@@ -151,15 +150,13 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     model, optimizer = candidate.build(module, case.cls, case.options, group)
     copies = [x for x in getattr(model, "modules", list)() if dict(x.named_parameters()).keys() == shapes.keys()]
     bare = module if module in copies or not copies else copies[0]  # a wrapper may have copied it
+    updated = {p for each in optimizer.param_groups for p in each["params"]}
+    if candidate.kind == "fsdp" and not updated.issuperset(p for p in bare.parameters() if p.requires_grad):
+        candidate = replace(candidate, has_gradients=False)  # some have shards in their place
     run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes,
                        candidate=candidate, group=group, shapes=shapes)  # fmt: skip
     for _ in run.observed():
         pass
-
-
-def _full(x: Any) -> Any:
-    """A tensor, or the whole of a DTensor."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 @dataclass(kw_only=True)
@@ -190,8 +187,8 @@ class CandidateRun(ObservedRun):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as it is, or put together from the ranks' equal, flat shards."""
-        tensor, shape, world = _full(tensor), self.shapes.get(name, tensor.shape), self.group.size()
-        if self.candidate.kind != "fsdp" or tensor.numel() == shape.numel():
+        tensor, shape, world = whole_of(tensor), self.shapes.get(name, tensor.shape), self.group.size()
+        if self.candidate.kind != "fsdp" or tensor.shape == shape:
             return tensor
         every = tensor.new_zeros(world * tensor.numel())
         every.chunk(world)[self.group.rank()].copy_(tensor.reshape(-1))
@@ -200,24 +197,18 @@ class CandidateRun(ObservedRun):
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients, where `.grad` has them."""
-        found = {name: _full(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
+        found = {name: whole_of(g) for name, g in super().gradients().items()} if self.candidate.has_gradients else {}
         is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
         return found if is_whole else {}
 
-    def norm(self, limit: float) -> Any:
-        """The norm, by the wrapper's own method if it has one."""
-        method = getattr(self.model, "clip_grad_norm", getattr(self.model, "clip_grad_norm_", super().norm))
-        return _full(method(limit))
-
-    def optimizer_state(self) -> Any:
+    def save(self) -> tuple[dict[str, Any], Any]:
         """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
-        if not hasattr(self.optimizer, "consolidate_state_dict"):
-            return super().optimizer_state()
-        state = None
-        for rank in range(self.world):
-            self.optimizer.consolidate_state_dict(to=rank)
-            state = self.optimizer.state_dict() if rank == self.rank else state
-        return state
+        consolidate: Any = getattr(self.optimizer, "consolidate_state_dict", None)
+        saved: Any = None if consolidate else super().save()
+        for rank in range(self.world if consolidate else 0):
+            consolidate(to=rank)
+            saved = super().save() if rank == self.rank else saved
+        return saved
 
     def loss(self, step: int, **options: Any) -> Any:
         """Compute the loss, after the candidate's preparation for a batch."""

@@ -97,14 +97,14 @@ def check(
     if unknown := wanted - set(names):
         raise UserError(f"no property is named {', '.join(unknown)}; there are {', '.join(names)}")
     report = Report(chosen.name, chosen.kind, ranks)
-    found = [(_expected(case), notes) for case, notes in run_cases(chosen, cases, ranks, timeout)]
+    found = run_cases(chosen, cases, ranks, timeout)
     kept = REFERENCES.setdefault((chosen.kind, ranks), {})
     own = [case for case, _ in found if build is not None and case.name in BUILT]
     kept |= references([case for case, _ in found if case not in own and case.name not in kept], ranks)
     want = kept | references(own, ranks)
     with clean_torch():
         for case, notes in found:
-            report.verdicts += _judge(Diagnosis(case, want[case.name], notes))
+            report.verdicts += _judge(case, want, notes)
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
     for i, each in enumerate(report.verdicts):
         if each.name not in TRAINING and each.cause in known:
@@ -140,18 +140,14 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
     return replace(case, make=make, criterion=loss, data=batch, tolerance=tolerance)
 
 
-def _expected(case: Case) -> Case:
-    """Return the case whose numbers are the reference: ordinary training where an error is expected."""
-    return replace(case, program=FIRST.program, prepare=FIRST.prepare) if case.error else case
-
-
-def _judge(evidence: Diagnosis) -> list[Verdict]:
-    """The rows of a case."""
-    case, errors = evidence.case, [notes.error for notes in evidence.got]
+def _judge(case: Case, want: dict[str, list[Notes]], got: list[Notes]) -> list[Verdict]:
+    """The rows of a case, of which `want` has the reference unless an error is right."""
+    errors = [notes.error for notes in got]
     if any("no_sync" in error and "AttributeError" in error for error in errors):
         return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
     if case.error:
         return [_refusal(case, errors)]
+    evidence = Diagnosis(case, want[case.name], got)
     found = [] if any(map(is_gone, errors)) and case.name == FIRST.name else evidence.wrong()
     first = [Wrong(*each[:5], *evidence.cause(each)) for each in found if each.moment == found[0].moment]
     if case.name != FIRST.name or (any(errors) and not found):
@@ -172,7 +168,8 @@ def _judge(evidence: Diagnosis) -> list[Verdict]:
 
 def _verdict(evidence: Diagnosis, errors: list[str], found: list[Wrong]) -> Verdict:
     """The verdict on a case from its first wrong tensors and the ranks' errors."""
-    case, error, silent = evidence.case, first_error(errors), _silent(errors)
+    case, error = evidence.case, first_error(errors)
+    silent = ", ".join(str(rank) for rank, each in enumerate(errors) if not each)
     if found:
         cause, says, page = diagnose(found, evidence)
         wrong = case.name == FIRST.name or (case.must and not error)
@@ -193,13 +190,10 @@ def _refusal(case: Case, errors: list[str]) -> Verdict:
     """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
     left = errors[:-1] if case.name == "a rank that dies" else errors
     if gone := [each for each in left if is_gone(each) or not each]:
-        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {_silent(left)}"
+        silent = ", ".join(str(rank) for rank, each in enumerate(left) if not each)
+        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {silent}"
         return Verdict(case.name, WEAK, says, case.page)
     return Verdict(case.name, RIGHT, first_error(left))
-
-
-def _silent(errors: list[str]) -> str:
-    return ", ".join(str(rank) for rank, error in enumerate(errors) if not error)
 
 
 def first_error(errors: list[str]) -> str:

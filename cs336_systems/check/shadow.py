@@ -40,7 +40,7 @@ from cs336_systems.errors import UserError
 
 R, V, P = range(3)
 NAMES = {"R": "Replicate (R)", "I": "Invariant (I)", "V": "Varying (V)", "P": "Partial (P)"}
-UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
+UNTYPED = ("torch:ddp", "accelerate")
 TYPED = (FIRST.name, "tied weights", "unused on every rank", "accumulation in no_sync")
 FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their first operand without reading it
 
@@ -92,8 +92,6 @@ class Shadow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):
-            return NotImplemented  # a wrapper, whose tensors come here by themselves
         if func.namespace == "c10d":
             y = func(*args, **kwargs)
             self._collective(func.overloadpacket.__name__, args)
@@ -158,7 +156,8 @@ class Weights(Shadow):
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if type(p.grad) is Tensor and self.of(p.grad) == P:
+            own = getattr(p.grad, "_local_tensor", p.grad)  # of a DTensor
+            if type(own) is Tensor and self.of(own) == P:
                 name = next((name for name, each in self.module.named_parameters() if _lies_in(p, each)), "a parameter")
                 why = f" or, for a share of it, {NAMES['V']}: an all-reduce or a reduce-scatter is missing"
                 raise refusal(f"{name}: the gradient that {type(optimizer).__name__} uses", "P", "R", self.axis, why)
@@ -167,8 +166,9 @@ class Weights(Shadow):
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         weights = [each for each in self.module.parameters() if each.requires_grad]
         has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
-        is_ours = any(_lies_in(p, weight) for p in updated for weight in weights)  # not one that is tried out
-        for weight in weights if is_ours and not all(has) else ():
+        own = [any(_lies_in(p, weight) for weight in weights) for p in updated]  # else a shard of some, or tried out
+        varying = [weight for weight, is_whole in zip(weights, has, strict=True) if all(own) or not is_whole]
+        for weight in varying if any(own) and not all(has) else ():
             self.give(weight, V)
 
     def _resized(self, storage: Any, size: int) -> Any:
@@ -188,7 +188,7 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_R
     cannot run so."""
     if candidate.name in UNTYPED or candidate.kind == "tensor-parallel":
         why = "name a function that returns the split model and its inputs, as FILE.py:build"
-        why = "it reduces in C++ or in tensors of its own" if candidate.name in UNTYPED else why
+        why = "it reduces in C++" if candidate.name in UNTYPED else why
         raise UserError(f"--types cannot follow {candidate.name}: {why}")
     report = Report(candidate.name, candidate.kind, ranks, how="types alone, on ranks that do not exist")
     for case in (each.of(candidate.kind) for each in CASES if each.name in TYPED and candidate.kind in each.kinds):
@@ -219,7 +219,4 @@ def _typed(case: Case, weights: Weights) -> Case:
             weights.give(each, V if case.seeds and isinstance(each, nn.Parameter) else R)
         weights.module = module
 
-    def part(full: Tensor, rank: int, world: int) -> Tensor:
-        return weights.give(case.part(full, rank, world), P)
-
-    return replace(case, prepare=prepare, part=part)
+    return replace(case, prepare=prepare, part=lambda *given: weights.give(case.part(*given), P))

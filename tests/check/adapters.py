@@ -13,12 +13,12 @@ def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
     ddp_model.finish_gradient_synchronization()
 
 
+ddp_bucketed_on_after_backward = ddp_on_after_backward = ddp_individual_parameters_on_after_backward
+fsdp_on_after_backward = ddp_on_after_backward
+
+
 def get_ddp_bucketed(module, bucket_size_mb):
     return BucketedDDP(module, bucket_size_mb)
-
-
-def ddp_bucketed_on_after_backward(ddp_model, optimizer):
-    ddp_model.finish_gradient_synchronization()
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
@@ -29,20 +29,12 @@ def get_ddp(module):
     return NaiveDDP(module)
 
 
-def ddp_on_after_backward(ddp_model, optimizer):
-    ddp_model.finish_gradient_synchronization()
-
-
 def get_sharded_optimizer(params, optimizer_cls, **kwargs):
     return ShardedOptimizer(params, optimizer_cls, **kwargs)
 
 
 def get_fsdp(module, compute_dtype=None):
     return FSDP(module, compute_dtype)
-
-
-def fsdp_on_after_backward(fsdp_model, optimizer):
-    fsdp_model.finish_gradient_synchronization()
 
 
 def fsdp_gather_full_params(fsdp_model):

@@ -171,21 +171,31 @@ class StudentFSDP(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module, self.rank, self.world = module, dist.get_rank(), dist.get_world_size()
-        self.whole, self.shards = dict(module.named_parameters()), {}
-        for name, p in self.whole.items():
+        self.whole = dict(module.named_parameters())
+        self.shapes = {name: p.shape for name, p in self.whole.items()}
+        for p in self.whole.values():
             dist.broadcast(p.detach(), 0)
-            self.shards[name] = nn.Parameter(self.part(p.detach()), p.requires_grad)
+        self.shards = {name: nn.Parameter(self.part(p.detach()), p.requires_grad) if p.dim() > 1 else p
+                       for name, p in self.whole.items()}
+        self.free()
 
     def part(self, x):
         size = -(-x.numel() // self.world)
         return nn.functional.pad(x.flatten(), (0, size * self.world - x.numel())).chunk(self.world)[self.rank].clone()
 
+    def free(self):
+        for name, p in self.whole.items():
+            if p is not self.shards[name]:
+                p.grad, p.data = None, torch.empty(0, dtype=p.dtype)
+
     def gather_full_params(self):
         found = {}
-        for name, p in self.whole.items():
-            parts = [torch.empty_like(self.shards[name]) for _ in range(self.world)]
-            dist.all_gather(parts, self.shards[name].detach())
-            found[name] = torch.cat(parts)[: p.numel()].view_as(p)
+        for name, p in self.shards.items():
+            found[name] = p.detach()
+            if p is not self.whole[name]:
+                parts = [torch.empty_like(p) for _ in range(self.world)]
+                dist.all_gather(parts, p.detach())
+                found[name] = torch.cat(parts)[: self.shapes[name].numel()].view(self.shapes[name])
         return found
 
     def gather(self):
@@ -202,9 +212,43 @@ class StudentFSDP(nn.Module):
     def finish_gradient_synchronization(self):
         for name, p in self.whole.items():
             if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
-                self.shards[name].grad, p.grad = self.part(p.grad / self.world), None
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(gradient)
+                gradient /= self.world
+                self.shards[name].grad = gradient if p is self.shards[name] else self.part(gradient)
+        self.free()
+"""
+
+IN_PLACE = """
+import torch
+import torch.distributed as dist
+
+
+def fsdp_in_place(module):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = {p: p.shape for p in module.parameters()}
+
+    def part(x):
+        return torch.nn.functional.pad(x.flatten(), (0, -x.numel() % world)).chunk(world)[rank].clone()
+
+    def gather(*_):
+        for p, shape in shapes.items():
+            parts = [torch.empty_like(p) for _ in range(world)]
+            dist.all_gather(parts, p.detach())
+            p.grad, p.data = None, torch.cat(parts)[: shape.numel()].view(shape)
+
+    def finish():
+        for p in shapes:
+            whole = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(whole)
+            p.grad, p.data = None, part(p.data)
+            p.grad = part(whole / world) if p.requires_grad else None
+
+    for p in shapes:
+        p.data = part(p.data)
+    module.register_forward_pre_hook(gather)
+    module.synchronize = finish
+    return module
 """
 
 FLAT = """
@@ -226,6 +270,7 @@ class StudentFlat(torch.optim.Optimizer):
         return torch.nn.functional.pad(flat, (0, -len(flat) % self.world)).chunk(self.world)
 
     def step(self, closure=None):
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])
         self.own.grad = self.parts(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)[self.rank].clone()
         self.inner.step()
@@ -256,8 +301,23 @@ def sequence_parallel(module):
 """
 COPY = DDP.replace("= module,", "= __import__('copy').deepcopy(module),").replace("in module.", "in self.module.").replace(
     "list(module.", "list(self.module.")  # fmt: skip
-TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
-           SEQUENCE: "sequence_parallel", FSDP: "StudentFSDP", FLAT: "StudentFlat", COPY: "StudentDDP"}  # fmt: skip
+OPTIMIZED = f"""{DDP}
+
+def with_optimizer(module, lr):
+    model = StudentDDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer.synchronize, model.finish_gradient_synchronization = model.finish_gradient_synchronization, None
+    return model, optimizer
+"""
+STUDENTS = {  # right ones: the name of the class or function, and its source
+    "a DDP with buckets": ("StudentDDP", DDP), "a sharded optimizer": ("StudentSharded", OPTIMIZER),
+    "a training step": ("train_step", STEP), "split matrices": ("tensor_parallel", TENSOR),
+    "split matrices and sequences": ("sequence_parallel", SEQUENCE),
+    "a DDP over a copy of the module": ("StudentDDP", COPY), "an FSDP with a shard of each matrix": ("StudentFSDP", FSDP),
+    "an FSDP that puts shards in place of weights": ("fsdp_in_place", IN_PLACE),
+    "a sharded optimizer of one flat buffer": ("StudentFlat", FLAT),
+    "a DDP whose optimizer synchronises": ("with_optimizer", OPTIMIZED),
+}  # fmt: skip
 
 
 class Planted(NamedTuple):
@@ -277,7 +337,7 @@ def make(source: str, old: str = "", new: str = "") -> Any:
     assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the source"
     module = ModuleType("planted")
     exec(compile(source.replace(old, new) if old else source, "planted", "exec"), vars(module))
-    return vars(module)[TARGETS[source]]
+    return vars(module)[next(name for name, text in STUDENTS.values() if text == source)]
 
 
 DIVIDE = "            flat /= dist.get_world_size()\n"
@@ -287,7 +347,6 @@ COPY_BACK = (
     "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
 )
 MISTAKES = [
-    Planted("gradients are summed", DDP, DIVIDE, "", "gradients", "summed"),
     Planted("the mean is divided once more", DDP, DIVIDE, DIVIDE * 2, "gradients", "averaged twice"),
     Planted("nothing is reduced", DDP, "            self.launch(bucket)", "            pass", "gradients",
             "never synchronised"),
@@ -306,7 +365,6 @@ MISTAKES = [
     Planted("gradients are clipped before the reduction", DDP, "        for bucket in self.buckets:\n",
             "        nn.utils.clip_grad_norm_(self.parameters(), 0.1)\n        for bucket in self.buckets:\n", "gradients", "scaled"),
     Planted("the sum is divided by another number", DDP, DIVIDE, "            flat /= 8\n", "gradients", "factor"),
-    Planted("a buffer in bfloat16", DDP, ".double()", ".bfloat16()", "gradients", "rounded"),
     Planted("weights are not sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            pass",
             "initial weights", "not sent"),
     Planted("buffers are not sent", DDP, "            dist.broadcast(buffer, 0)", "            pass", "buffers", "not sent"),
@@ -315,9 +373,6 @@ MISTAKES = [
             "gradients", "from here on"),
     Planted("updates are not sent", OPTIMIZER, "            dist.broadcast(p.detach(), owner)", "            pass",
             "weights after 3 steps", "unmoved"),
-    Planted("each rank's own mean", STEP, "    dist.all_reduce(size)\n", "    size *= dist.get_world_size()\n",
-            "unequal parts of the batch", "mean of means"),
-    Planted("a copy without its conjugate", TENSOR, COPY_BACK, "        return gradient", "gradients", "partial sum"),
     Planted("gradients of split weights are three times as large", TENSOR, SUM_BACK, SUM_BACK.replace("return g", "return 3 * g"),
             "gradients", "factor"),
     Planted("the largest of the ranks' gradients is taken", DDP, "dist.all_reduce(flat, async_op=True)",
@@ -328,12 +383,36 @@ MISTAKES = [
     Planted("weights are averaged before the next forward", DDP, "        for bucket in self.buckets:\n            self.launch(bucket)",
             "        self.module.register_forward_pre_hook(lambda *_: [(dist.all_reduce(p.data), p.data.div_(dist.get_world_size()))"
             " for p in self.module.parameters()] and None)", "gradients", "averaged weights"),
-    Planted("weights that were gathered before the update are used again", FSDP, "        self.gather()\n        return",
-            "        self.gathered = getattr(self, 'gathered', None) or self.gather() or True\n        return", "training", "stale weights"),
+    Planted("weights that were gathered before the update are used again", FSDP, "().items():\n            self.whole",
+            "().items():\n            value = self.__dict__.setdefault(name, value.clone())\n            self.whole", "training", "stale weights"),
     Planted("a rank keeps the next rank's shard", FSDP, ".chunk(self.world)[self.rank]", ".chunk(self.world)[self.rank - 1]",
             "initial weights", "another rank's shard"),
     Planted("a rank updates with the next rank's gradients", FLAT, "for p in self.params)[self.rank].clone()\n        self.inner.step",
             "for p in self.params)[self.rank - 1].clone()\n        self.inner.step", "weights after 3 steps", "another rank's shard"),
+    Planted("only weights that are trained are sent", DDP, "in module.parameters():", "in filter(lambda p: p.requires_grad, module.parameters()):",
+            "frozen parameters", "not sent"),
+    Planted("the ranks' gradients are rounded to float16 before the sum", DDP, ".double()", ".half().double()", "gradients", "rounded"),
+    Planted("no_sync divides all the same", DDP, "        yield\n", "        yield\n        for p in self.parameters():\n"
+            "            p.grad /= dist.get_world_size()\n", "accumulation in no_sync", "averaged twice"),
+    Planted("gradients of an unused layer are ones", DDP, "bucket = [p for p in bucket if p.grad is not None]",
+            "[setattr(p, 'grad', torch.ones_like(p)) for p in bucket if p.grad is None]", "unused on every rank", "unknown"),
+    Planted("an optimizer zeroes the gradients of its own share alone", OPTIMIZER, "    def state_dict(",
+            "    def zero_grad(self, set_to_none=True):\n        self.inner.zero_grad()\n\n    def state_dict(", "gradients", "kept"),
+    Planted("the state is made anew in each step", OPTIMIZER, "        self.inner.step()", "        self.inner.state.clear()\n        self.inner.step()",
+            "weights after 3 steps", "state lost"),
+    Planted("the state is not loaded", OPTIMIZER, "self.inner.load_state_dict(state)", "self.inner.state.clear()",
+            "state saved and loaded", "state lost"),
+    Planted("a new learning rate is not passed on", OPTIMIZER, '        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]\n', "",
+            "another learning rate later", "another step size"),
+    Planted("an optimizer that the target returns has another learning rate", OPTIMIZED, "lr=lr", "lr=2 * lr", "weights after 3 steps",
+            "another step size"),
+    Planted("each rank updates its share with its own gradient", STEP, REDUCE + "    optimizer.step()\n", "            pass\n    optimizer.step()\n"
+            "    for i, p in enumerate(model.parameters()):\n        dist.broadcast(p.data, i % dist.get_world_size())\n", "gradients", "never synchronised"),
+    Planted("some weights are not gathered again after the update", FSDP, "().items():\n            self.whole",
+            "().items():\n            value = self.__dict__.setdefault(name, value) if 'deep' in name else value\n            self.whole",
+            "training", "stale weights"),
+    Planted("the output of a layer that is split by inputs is not summed", TENSOR, "        dist.all_reduce(x)\n", "", "training", "partial output"),
+    Planted("a rank has the next rank's columns", TENSOR, "chunk(world, 1)[rank]", "chunk(world, 1)[rank - 1]", "initial weights", "another rank's shard"),
     Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
             "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip

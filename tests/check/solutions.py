@@ -1,7 +1,7 @@
 """Solutions of the later exercises as a student would write them, and mistakes planted in them: (old, new, what `check`
 says of it)."""
 
-from tests.check.planted import OPTIMIZER
+from tests.check.planted import FSDP, OPTIMIZER
 
 ZERO_2 = f"""{OPTIMIZER}
 
@@ -26,49 +26,7 @@ def zero2(module, optimizer_cls, **options):
     return Model(module, optimizer.owners), optimizer
 """
 
-ZERO_3 = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-
-class FSDP(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.params = module, list(module.parameters())
-        self.names = {name: p for name, p in module.named_parameters()}
-        self.shapes = {p: p.shape for p in self.params}
-        for p in self.params:
-            p.data = self.part(p.data)
-
-    def part(self, whole):
-        size = -(-whole.numel() // dist.get_world_size())
-        padded = whole.new_zeros(size * dist.get_world_size())
-        padded[: whole.numel()] = whole.flatten()
-        return padded[dist.get_rank() * size :][:size].clone()
-
-    def whole(self, p):
-        parts = [torch.empty_like(p.data) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, p.data)
-        return torch.cat(parts)[: self.shapes[p].numel()].view(self.shapes[p])
-
-    def gather_full_params(self):
-        return {name: self.whole(p) for name, p in self.names.items()}
-
-    def forward(self, *inputs, **options):
-        for p in self.params:
-            p.grad, p.data = None, self.whole(p)
-        return self.module(*inputs, **options)
-
-    def finish_gradient_synchronization(self):
-        for p in self.params:
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad, p.data = None, self.part(p.data)
-            if p.requires_grad:
-                dist.all_reduce(gradient)
-                p.grad = self.part(gradient / dist.get_world_size())
-"""
-
+ZERO_3 = FSDP.replace("StudentFSDP", "FSDP")
 VOCABULARY = """
 import torch
 import torch.distributed as dist
@@ -238,8 +196,8 @@ MISTAKES = {
         ("            dist.broadcast(p.detach(), owner)", "            pass", "WRONG a layer used twice: zero"),
     ],
     "zero-3": [
-        ("[:size].clone()", "[:size]", "keeps .data of"),
-        ("self.part(gradient / dist.get_world_size())", "self.part(gradient)", "2 times the mean"),
+        ("[self.rank].clone()", "[self.rank]", "keeps .data of"),
+        ("                gradient /= self.world\n", "", "2 times the mean"),
         ("                dist.all_reduce(gradient)", "                pass", "a layer used twice: never synchronised"),
     ],
     "vocabulary-loss": [

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,21 +19,7 @@ from cs336_systems.check.candidates import Candidate, candidate, load
 from cs336_systems.check.cases import CASES
 from cs336_systems.ddp import NaiveDDP
 from cs336_systems.errors import UserError
-from tests.check.planted import (
-    COPY,
-    DDP,
-    DIVIDE,
-    FLAT,
-    FSDP,
-    MISTAKES,
-    OPTIMIZER,
-    PUBLISHED,
-    SEQUENCE,
-    STEP,
-    TENSOR,
-    Planted,
-    make,
-)
+from tests.check.planted import DDP, DIVIDE, MISTAKES, OPTIMIZED, PUBLISHED, STUDENTS, Planted, make
 from tests.support.gallery import plant, slow_down
 from tests.support.ranks import patience
 from tests.test_readme import ROOT, anchors
@@ -46,9 +32,6 @@ MUST = tuple(each.name for each in CASES if each.must)
 SOME = ("training", WAITS, "tied weights", "unused on one rank", "accumulation in no_sync", "state saved and loaded")
 RIGHT = ("torch:ddp", "torch:fsdp2", "torch:zero", "ours:ddp-naive", "ours:ddp-flat", "ours:ddp-overlapped",
          "ours:ddp-bucketed", "ours:zero0", "ours:zero1", "ours:zero2", "ours:zero3")  # fmt: skip
-STUDENTS = {"a DDP with buckets": DDP, "a sharded optimizer": OPTIMIZER, "a training step": STEP,
-            "split matrices": TENSOR, "split matrices and sequences": SEQUENCE, "a DDP over a copy of the module": COPY,
-            "an FSDP with a shard of each parameter": FSDP, "a sharded optimizer of one flat buffer": FLAT}  # fmt: skip
 SEEN = {  # the gallery's variants of data parallelism: candidate, the property that shows it, and the cause
     "missing-wait": ("ours:ddp-naive", "gradients", "never synchronised"),
     "averaged-twice": (BUCKETED, "gradients", "averaged twice"),
@@ -124,7 +107,7 @@ def test_this_library_is_right_in_everything(name):
 
 @pytest.mark.parametrize("name", STUDENTS)
 def test_no_false_alarm_on_what_students_write(name):
-    assert_right(make(STUDENTS[name]), timeout=patience(PATIENCE), only=MUST)
+    assert_right(make(STUDENTS[name][1]), timeout=patience(PATIENCE), only=MUST)
 
 
 @pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2", "accelerate"])
@@ -150,69 +133,15 @@ def test_the_gallery_is_seen(name):
     assert (verdict.cause if name in SEEN else verdict.status) == expected, report
 
 
-class Failing(torch.nn.Module):
-    """A wrapper that cannot be run."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        raise RuntimeError("no such backend")
-
-
-class Hanging(torch.nn.Module):
-    """A wrapper whose rank 0 never comes to an end."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        while torch.distributed.get_rank() == 0:
-            time.sleep(0.01)
-        torch.distributed.barrier()
-
-
-def test_what_cannot_run_is_no_verdict():
-    report = check(Failing)
-    assert [(each.name, each.status) for each in report.verdicts] == [("training", "FAILED")]
-    assert "RuntimeError: no such backend" in str(report)
-    assert report.exit_code() == 2
-    report = check(Hanging, timeout=0.5, only=("training",))
-    assert report.exit_code() == 2
-    assert re.search("did not end|hung and was killed", str(report))
-
-
-class HangingLater(Hanging):
-    """Data parallelism whose rank 1 never comes to an end once a layer is frozen."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        torch.nn.Module.__init__(self)
-        self.inner = NaiveDDP(module)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        while torch.distributed.get_rank() == 1 and not self.inner.module.optional.weight.requires_grad:
-            time.sleep(0.01)
-        return self.inner(tokens)
-
-    def finish_gradient_synchronization(self) -> None:
-        self.inner.finish_gradient_synchronization()
-
-
-def test_a_hang_is_a_weak_point():
-    verdict = check(HangingLater, timeout=0.5, only=("frozen later",)).of("frozen later")
-    assert (verdict.status, "hung and was killed" in verdict.says or "did not end" in verdict.says) == ("weak", True)
-
-
-class Renaming(torch.nn.Module):
-    """A wrapper after which no parameter has its name, so that nothing could be compared."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        for p in module.parameters():
-            torch.distributed.broadcast(p.detach(), 0)
-        for name, p in list(module.head.named_parameters()):
-            delattr(module.head, name)
-            module.head.register_parameter(f"my_{name}", p)
-            module.head.register_forward_pre_hook(lambda head, inputs: setattr(head, "weight", head.my_weight * 1))
-
-
 def test_what_cannot_be_compared_is_not_right():
-    report = check(Renaming, only=("training",))
+    """After wrapping, no parameter of the head has its name."""
+    renamed = """
+        head, weight = module.head, module.head.weight
+        del head.weight
+        head.mine = weight
+        head.register_forward_pre_hook(lambda *_: setattr(head, "weight", head.mine * 1))
+        trained ="""
+    report = check(make(DDP, "\n        trained =", renamed), only=("training",))
     assert report.of("initial weights").cause == "missing", report
     assert report.exit_code() == 1
 
@@ -252,19 +181,6 @@ def test_numbers_that_are_none_are_said_to_be_so():
     assert report.of("gradients").cause == "not a number"
 
 
-class SetsTheAlarmOff(torch.nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        time.sleep(1000)
-
-
-def test_a_candidate_that_uses_the_alarm_is_killed_all_the_same():
-    report = check(SetsTheAlarmOff, kind="ddp", only="training", timeout=0.5)
-    assert report.exit_code() == 2
-    assert "it did not end: killed" in str(report)
-
-
 THREAD = "import threading\nthread = threading.Thread(target=lambda: os._exit(0))\nthread.start()\nthread.join()"
 
 
@@ -282,7 +198,14 @@ def exit_in_thread(code: int) -> None:
     thread.join()
 
 
+def sleep_without_alarm() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    time.sleep(1000)
+
+
+HANGS = {"a hang": lambda: time.sleep(1000), "a hang without the alarm": sleep_without_alarm}
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "an error": (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
     "sys.exit": (lambda: sys.exit(3), "rank 1 ended by itself with exit code 3"),
     "sys.exit with words": (lambda: sys.exit("no GPU"), "rank 1 ended by itself with exit code 1: no GPU"),
     "os._exit": (lambda: os._exit(3), "rank 1 ended by itself with exit code 3"),
@@ -293,37 +216,50 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 class Ending(torch.nn.Module):
-    """Data parallelism whose rank 1 ends when it leaves a layer out, or at once."""
+    """Data parallelism whose rank 1 ends at once, or when a layer is left out or frozen."""
 
-    def __init__(self, module: torch.nn.Module, end: Callable[[], object], at_once: bool = True) -> None:
+    def __init__(self, module: torch.nn.Module, end: Callable[[], object], when: str = "at once") -> None:
         super().__init__()
-        self.inner, self.end = NaiveDDP(module), end
-        if at_once and torch.distributed.get_rank() == 1:
+        self.inner, self.end, self.when = NaiveDDP(module), end, when
+        self.finish_gradient_synchronization = self.inner.finish_gradient_synchronization
+        if when == "at once" and torch.distributed.get_rank() == 1:
             end()
 
     def forward(self, tokens: torch.Tensor, skip: bool = False) -> torch.Tensor:
-        if skip and torch.distributed.get_rank() == 1:
+        is_frozen = not self.inner.module.optional.weight.requires_grad
+        if torch.distributed.get_rank() == 1 and {"left out": skip, "frozen": is_frozen}.get(self.when):
             self.end()
         return self.inner(tokens, skip=skip)
 
-    def finish_gradient_synchronization(self) -> None:
-        self.inner.finish_gradient_synchronization()
+
+def ending(*how: Any, only: str = "training", timeout: float | None = None) -> Any:
+    """Report on data parallelism that ends so."""
+    wrap = lambda module: Ending(module, *how)  # noqa: E731
+    return check(wrap, kind="ddp", only=("training", only), timeout=timeout or patience(PATIENCE))
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_rank_that_ends_by_itself_is_told(name):
     end, said = ENDS[name]
-    report = check(lambda module: Ending(module, end), kind="ddp", only="training", timeout=patience(PATIENCE))
+    report = ending(end)
     assert [(each.status, each.says) for each in report.verdicts] == [("FAILED", said)], report
     assert report.exit_code() == 2
 
 
 def test_a_rank_that_ends_by_itself_later_is_told_where_it_does():
-    report = check(lambda module: Ending(module, lambda: os._exit(7), at_once=False), kind="ddp",
-                   only=("training", "unused on every rank"), timeout=patience(PATIENCE))  # fmt: skip
+    report = ending(lambda: os._exit(7), "left out", only="unused on every rank")
     assert {each.status for each in report.verdicts[:-1]} == {"right"}, report
     assert report.verdicts[-1].status == "refused"
     assert report.verdicts[-1].says.startswith("rank 1 ended by itself with exit code 7")
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_no_verdict_and_later_a_weak_point(name):
+    report = ending(HANGS[name], timeout=0.5)
+    assert report.exit_code() == 2
+    assert re.search("did not end|hung and was killed", str(report))
+    verdict = ending(HANGS[name], "frozen", only="frozen later", timeout=0.5).of("frozen later")
+    assert (verdict.status, "hung and was killed" in verdict.says or "did not end" in verdict.says) == ("weak", True)
 
 
 LOWER = {torch.float32: "float32: relative error", torch.float16: "float16: relative error",
@@ -375,6 +311,8 @@ def test_a_scalar_of_zero_is_no_shard_of_another_rank():
     zero = f"{sent}            parameter.dim() or parameter.detach().zero_()\n"
     report = check(make(DDP, sent, zero), only="a parameter without axes", timeout=patience(PATIENCE))
     assert [(each.status, each.cause) for each in report.verdicts] == [("WRONG", "unknown")], report
+    report = check(make(OPTIMIZED, "lr=lr", "lr=2 * lr"), only="a parameter without axes", timeout=patience(PATIENCE))
+    assert "28 another step size, 2 summed" in report.verdicts[0].says, report
 
 
 def test_a_training_step_may_return_any_loss():
@@ -404,30 +342,8 @@ def test_a_missing_wait_is_seen_behind_an_import_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(source.replace("work.wait()", "__import__('time').sleep(0.02)"))
     report = check(load(f"{tmp_path}/mine.py:StudentDDP")[0][0], only=("training", WAITS))
     assert report.of(WAITS).cause == "never synchronised", report
-
-
-class Complex(torch.nn.Module):
-    """A wrapper that averages gradients, of complex ones only the real parts if `part` says so."""
-
-    part = staticmethod(lambda gradient: gradient)
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for p in module.parameters():
-            torch.distributed.broadcast(p.detach(), 0)
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
-
-    def finish_gradient_synchronization(self):
-        for p in self.module.parameters():
-            torch.distributed.all_reduce(self.part(p.grad))
-            self.part(p.grad).div_(torch.distributed.get_world_size())
-
-
-class RealPartsOnly(Complex):
-    part = staticmethod(torch.real)
+    polled = "            while not work.is_completed():\n                pass\n"
+    assert_right(make(DDP, "            work.wait()\n", polled), only=WAITS)
 
 
 def test_complex_numbers_are_compared_whole():
@@ -436,30 +352,19 @@ def test_complex_numbers_are_compared_whole():
         data = torch.linspace(-1, 1, 16).view(4, 4).to(torch.complex128)
         return module, lambda y, t: (y - t).abs().square().mean(), lambda step: (data.roll(step), 1j * data)
 
-    assert_right(Complex, build, kind="ddp", only="training")
-    report = check(RealPartsOnly, build, kind="ddp", only="training")
-    assert report.of("gradients").status == "WRONG"
-
-
-class Remembering(Complex):
-    """Data parallelism that takes no parameter without axes, and has one list of ready gradients for all wrappers."""
-
-    ready: ClassVar[list] = []
-
-    def __init__(self, module):
-        super().__init__(module)
-        for p in module.parameters():
-            p.register_post_accumulate_grad_hook(self.ready.append)
-
-    def finish_gradient_synchronization(self):
-        assert all(p.dim() for p in self.ready), "no scalars"
-        super().finish_gradient_synchronization()
-        self.ready.clear()
+    assert_right(make(DDP, ".double()", ""), build, only="training")
+    assert check(make(DDP, ".double()", ".real"), build, only="training").of("gradients").status == "WRONG"
 
 
 def test_a_failed_case_leaves_nothing_to_the_next():
-    """Ranks that went on after an error would find the list as it left it."""
-    report = check(Remembering, kind="ddp", only=("a parameter without axes", "clipping by the norm"))
+    """Ranks that went on after an error would find the list of ready gradients as it left it."""
+    finish = "    def finish_gradient_synchronization(self):\n"
+    listed = f"""{finish}
+        StudentDDP.ready = [*getattr(StudentDDP, "ready", []), *self.parameters()]
+        assert all(p.dim() for p in StudentDDP.ready), "no scalars"
+        StudentDDP.ready = []
+"""
+    report = check(make(DDP, finish, listed), only=("a parameter without axes", "clipping by the norm"))
     assert [each.status for each in report.verdicts] == ["refused", "right"], report
 
 
@@ -494,7 +399,6 @@ def test_a_process_that_checks_computes_no_gradients(tmp_path, monkeypatch):
         (lambda: check(make(DDP), only=("speed",)), "no property is named speed"),
         (lambda: check(make(DDP), kind="pipeline"), "--as pipeline does not exist"),
         (lambda: candidate(lambda model, optimizer, cat: None, name="train"), "what is cat"),
-        (lambda: load("torch:fsdp"), "neither a Python file nor"),
         (lambda: load("ours:zero4"), "ours:zero4 does not exist"),
         (lambda: load("deepspeed:zero1"), "deepspeed is not installed here"),
     ],

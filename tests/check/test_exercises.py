@@ -61,14 +61,6 @@ BUCKETS = NAIVE.replace("size=4", "bucket_size_mb, size=4").replace(
 ZERO = OPTIMIZER.replace("StudentSharded", "ShardedOptimizer")
 SOLVED = {"ring": RING, "naive-ddp": NAIVE, "overlap": EARLY, "buckets": BUCKETS, "zero-1": ZERO, "matrices": TENSOR}
 SOLVED |= SOLUTIONS
-BROKEN = {  # what a file does that its exercise forbids, and what is said of it
-    "ring": (WHOLE, "a rank sent"),
-    "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
-    "overlap": (NAIVE, "0 collectives were launched during backward; 2 or more"),
-    "buckets": (EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
-    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
-    "matrices": (TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
-}
 FEW = ("training", "a layer used twice")
 
 
@@ -80,17 +72,12 @@ def written(folder: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_an_exercise_tells_files_apart(name, tmp_path):
-    """The file as it is printed fails, a solution passes, and what breaks a promise is told so, with exit code 1."""
+    """The file as it is printed fails, and a solution passes."""
     ranks, only = (3 if name == "ring" else 2), FEW[: 1 if name == "matrices" else 2]
     empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, patience(5.0), only)
     assert (empty.exit_code(), "NotImplementedError" in str(empty)) == (2, True), empty
     solved = grade(name, written(tmp_path, SOLVED[name]), ranks, patience(5.0), only)
     assert solved.exit_code() == 0, solved
-    if name in BROKEN:
-        text, said = BROKEN[name]
-        broken = grade(name, written(tmp_path, text), ranks, patience(5.0), only)
-        assert broken.exit_code() == 1, broken
-        assert said in " ".join(str(broken).split())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +94,8 @@ def test_a_mistake_is_told(name, mistake, tmp_path):
 
 def test_a_norm_over_one_ranks_share_is_named(tmp_path):
     """torch's clip_grad_norm_ over flat shares, which the exercise allows."""
-    report = grade("zero-3", written(tmp_path, SOLVED["zero-3"]), only=("training", "clipping by the norm"))
+    path = written(tmp_path, SOLVED["zero-3"].replace("p.dim() > 1", "True"))
+    report = grade("zero-3", path, only=("training", "clipping by the norm"))
     assert report.of("clipping by the norm").cause == "norm of a share", report
 
 
@@ -185,21 +173,6 @@ def graded_tests(name, folder, tests, solution=""):
     return grade(name, written(folder, solution or TESTS[name][0]), 2, patience(5.0), tests=path)
 
 
-def test_tests_that_see_every_broken_variant(tmp_path):
-    report = graded_tests("naive-ddp", tmp_path, DDP_TESTS)
-    assert {each.status for each in report.verdicts} == {"right"}, report
-    assert len(report.verdicts) == 1 + len(VARIANTS["naive-ddp"])
-
-
-def test_tests_that_miss_broken_variants(tmp_path):
-    """Tests that look neither at buffers nor at a second step."""
-    tests = DDP_TESTS.replace(", module[1].running_mean)", ",)").replace("range(2)", "range(1)")
-    report = graded_tests("naive-ddp", tmp_path, tests)
-    missed = {each.name for each in report.verdicts if each.status == "WRONG"}
-    assert missed == {"buffers are not sent", "gradients are those of the step before"}, report
-    assert report.exit_code() == 1
-
-
 def test_broken_variants_take_what_the_wrapper_takes(tmp_path):
     """Else tests that pass a group would seem to see every variant."""
     solution = NAIVE.replace("(self, module, size=4)", "(self, module, group=None, size=4)")
@@ -244,35 +217,35 @@ def test_a_file_that_changes_within_a_second_is_read_anew(tmp_path):
     assert load_file(Path(os.path.relpath(path))).__file__ == str(path.resolve())
 
 
-def test_the_command_line_grades_tests(tmp_path, capsys):
+@pytest.mark.parametrize("name", TESTS)
+def test_the_command_line_grades_tests(name, tmp_path, capsys):
     """They see every broken variant."""
-    (tmp_path / "test_mine.py").write_text(RING_TESTS)
-    solution = str(written(tmp_path, RING))
-    assert run("--exercise", "ring", solution, "--tests", str(tmp_path / "test_mine.py"), "--strict") == 0
-    output = capsys.readouterr().out
-    assert output.count("test_the_sum_and_what_is_sent fails") == len(VARIANTS["ring"])
-    for arguments in ((solution,), ("--exercise", "ring")):
-        assert run(*arguments, "--tests", str(tmp_path / "test_mine.py")) == 2
+    solution, path = str(written(tmp_path, TESTS[name][0])), tmp_path / "test_mine.py"
+    path.write_text(TESTS[name][1])
+    assert run("--exercise", name, solution, "--tests", str(path), "--strict") == 0
+    assert capsys.readouterr().out.count(" fails") == len(VARIANTS[name])
+    for arguments in ((solution,), ("--exercise", name)):
+        assert run(*arguments, "--tests", str(path)) == 2
         assert "--tests needs --exercise NAME and TARGET" in capsys.readouterr().err
 
 
-CHEATS = {  # what does the work by other means than its exercise asks for, and what is said of it
-    "ring": ("import torch.distributed as dist\ndef all_reduce(flat, exchange, rank, world): dist.all_reduce(flat)\n",
+BROKEN = [  # what a file does that its exercise forbids, such as the work by other means, and what is said of it
+    ("ring", WHOLE, "a rank sent"),
+    ("naive-ddp", NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
+    ("overlap", NAIVE, "0 collectives were launched during backward; 2 or more"),
+    ("buckets", EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
+    ("zero-1", ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
+    ("matrices", TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
+    ("ring", "import torch.distributed as dist\ndef all_reduce(flat, exchange, rank, world): dist.all_reduce(flat)\n",
              "something else than exchange moves data"),
-    "matrices": ("def tensor_parallel(module): return module\n", "axis 0 of last.weight has 6 elements; 3 are"),
-    "zero-1": ("import torch\n"
-               "class ShardedOptimizer(torch.optim.Optimizer):\n"
-               "    def __init__(self, params, optimizer_cls, **options):\n"
-               "        params = list(params)\n"
-               "        super().__init__(params, options)\n"
-               "        self.inner = torch.optim.AdamW(params, **options)\n"
-               "    def step(self, closure=None): self.inner.step()\n",
+    ("matrices", "def tensor_parallel(module): return module\n", "axis 0 of last.weight has 6 elements; 3 are"),
+    ("zero-1", ZERO.replace("optimizer_cls([", "torch.optim.AdamW(["),
                "optimizer_cls is given no parameters, although steps were taken"),
-    "checkpoint": ("S = {}\n"
+    ("checkpoint", "S = {}\n"
                    "def save(state, folder): S[folder] = state\n"
                    "def load(folder): return S.get(folder)\n",
                    "load after the save of step 1 gives something else"),
-    "vocabulary-loss": ("import torch\n"
+    ("vocabulary-loss", "import torch\n"
                         "from torch.distributed.distributed_c10d import _get_default_group\n"
                         "from torch.nn.functional import cross_entropy\n"
                         "def vocabulary_loss(logits, targets):\n"
@@ -282,29 +255,16 @@ CHEATS = {  # what does the work by other means than its exercise asks for, and 
                         "    parts[group.rank()] = logits\n"
                         "    return cross_entropy(torch.cat(parts, 1), targets)\n",
                         "collectives were given 1152 elements for 12 tokens"),
-    "naive-ddp": ("import torch.distributed as dist\n"
-                  "from torch import nn\n"
-                  "class DDP(nn.Module):\n"
-                  "    def __init__(self, module):\n"
-                  "        super().__init__()\n"
-                  "        self.module = module\n"
-                  "        for t in [*module.parameters(), *module.buffers()]:\n"
-                  "            dist.broadcast(t.detach(), 0)\n"
-                  "    def forward(self, *inputs, **options): return self.module(*inputs, **options)\n"
-                  "    def finish_gradient_synchronization(self):\n"
-                  "        for p in self.module.parameters():\n"
-                  "            dist.all_reduce(p.grad)  # there may be none\n"
-                  "            p.grad /= dist.get_world_size()\n",
-                  "WRONG       frozen parameters"),
-}  # fmt: skip
+    ("naive-ddp", NAIVE.replace(" if p.requires_grad", "").replace(" if p.grad is not None", ""),
+     "WRONG       frozen parameters"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_an_exercise_is_not_solved_by_other_means(name, tmp_path):
-    text, said = CHEATS[name]
-    only = ("training", "frozen parameters") if name == "naive-ddp" else ()
-    report = grade(name, written(tmp_path, text), timeout=patience(2.0), only=only)
-    assert report.exit_code() == 1
+@pytest.mark.parametrize(("name", "text", "said"), BROKEN)
+def test_what_an_exercise_forbids_is_told(name, text, said, tmp_path):
+    ranks = 3 if name == "ring" else 2
+    report = grade(name, written(tmp_path, text), ranks, patience(5.0), (*FEW, "frozen parameters"))
+    assert report.exit_code() == 1, report
     assert said in " ".join(str(report).split()) or said in str(report)
 
 

@@ -4,14 +4,17 @@ ranks, and code that lacks a collective is refused."""
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
 
 from cs336_systems.check.candidates import candidate, load
 from cs336_systems.check.shadow import check_reduction
 from cs336_systems.check.targets import OURS
 from cs336_systems.errors import UserError
-from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
+from tests.check.planted import DDP, FSDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
 from tests.check.test_pages import run
 from tests.support.gallery import changes
 from writeup.gallery import variants
@@ -27,17 +30,36 @@ def test_right_wrappers_are_accepted(name):
     assert statuses(report) == {}, report
 
 
+def test_gradients_of_dtensors_are_followed():
+    class Cut:
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+            output_tensor.copy_(input_tensor[: len(output_tensor)])
+
+    def build(module, cls, options, group):
+        fully_shard(module).set_custom_reduce_scatter(Cut())
+        return module, cls(module.parameters(), **options)
+
+    right = load("torch:fsdp2")[0][0]
+    assert statuses(check_reduction(right)) == {"accumulation in no_sync": "not offered"}
+    assert re.search(UNREDUCED, check_reduction(replace(right, build=build)).of("training").says)
+
+
 def test_what_cannot_run_so_is_refused():
-    with pytest.raises(UserError, match="--types cannot follow torch:ddp: it reduces in C"):
-        check_reduction(load("torch:ddp")[0][0])
-    with pytest.raises(UserError, match="name a function that returns the split model"):
-        check_reduction(candidate(make(TENSOR)))
+    by_messages = make(DDP, "dist.all_reduce(flat, async_op=True)", "dist.irecv(flat, 1)")
+    for each, said in ((load("torch:ddp")[0][0], "follow torch:ddp: it reduces in C"),
+                       (candidate(by_messages), "follow StudentDDP: it sums by messages"),
+                       (candidate(make(TENSOR)), "name a function that returns the split model")):  # fmt: skip
+        with pytest.raises(UserError, match=f"--types cannot .*{said}"):
+            check_reduction(each)
 
 
-@pytest.mark.parametrize("source", [DDP, OPTIMIZER, STEP], ids=["ddp", "optimizer", "step"])
+@pytest.mark.parametrize("source", [DDP, OPTIMIZER, STEP, FSDP], ids=["ddp", "optimizer", "step", "fsdp"])
 def test_what_students_write_is_accepted(source):
     report = check_reduction(candidate(make(source)))
-    assert statuses(report) == {}, report
+    assert statuses(report) == ({"accumulation in no_sync": "not offered"} if source == FSDP else {}), report
 
 
 def test_a_wrapper_that_hangs_or_ends_is_told_so(tmp_path, capsys):

@@ -209,23 +209,19 @@ def build():
 """
 
 
-def test_the_command_line(tmp_path):
-    for entry, code, said in (("pairs.copy(x, default_group())", 0, "accepted"), ("x", 1, "pairs.copy is missing")):
-        (tmp_path / "layer.py").write_text(USERS.format(entry))
-        done = CliRunner().invoke(main, [f"{tmp_path}/layer.py:build", "--types"])
-        assert (done.exit_code, said in done.output) == (code, True), done.output
-
-
-def test_a_build_with_parameters_is_called_by_their_defaults_or_refused(tmp_path):
-    for parameters, code, said in (
-        ("size=64", 0, "accepted"),
-        ("size, group=None", 1, "missing a required argument: 'size'; give each parameter a default"),
-    ):
-        (tmp_path / "layer.py").write_text(
-            USERS.format("pairs.copy(x, default_group())").replace("build()", f"build({parameters})")
-        )
-        done = CliRunner().invoke(main, [f"{tmp_path}/layer.py:build", "--types"])
-        assert (done.exit_code, said in done.output + str(done.exception)) == (code, True), done.output
+@pytest.mark.parametrize(
+    ("given", "parameters", "code", "said"),
+    [
+        ("pairs.copy(x, default_group())", "", 0, "accepted"),
+        ("x", "", 1, "pairs.copy is missing"),
+        ("pairs.copy(x, default_group())", "size=64", 0, "accepted"),
+        ("x", "size, group=None", 1, "missing a required argument: 'size'; give each parameter a default"),
+    ],
+)
+def test_the_command_line(given, parameters, code, said, tmp_path):
+    (tmp_path / "layer.py").write_text(USERS.format(given).replace("build()", f"build({parameters})"))
+    done = CliRunner().invoke(main, [f"{tmp_path}/layer.py:build", "--types"])
+    assert (done.exit_code, said in done.output + str(done.exception)) == (code, True), done.output
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
