@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.comm import Exchange, Group, pairs, receive, send
 from cs336_systems.data.corpus import Batch
@@ -35,6 +34,7 @@ from cs336_systems.model.attention import SelfAttention
 from cs336_systems.model.blockwise import BlockAttention, BlockGradients, BlockKernel, BlockSum, Parts, Visible
 from cs336_systems.model.transformer import TransformerLM, require_transformer
 from cs336_systems.presets import ContextType
+from kernels.checks import once_differentiable
 
 
 def parts_of(rank: int, ranks: int, seq: int) -> Parts:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.model.attention import Places
 from cs336_systems.model.feed_forward import Experts, FeedForward
 from cs336_systems.model.one_hot import one_hot_gate
 from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
+from kernels.checks import once_differentiable
 from kernels.reference import no_autocast
 
 # Second half of a dispatch: wait for the rows of this rank's experts, call a function with them (rows d_model), sorted

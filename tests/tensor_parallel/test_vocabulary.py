@@ -101,6 +101,11 @@ def check_loss(group) -> None:
     assert total == 0
     assert not mine.grad.any()
     assert loss(part(logits), nothing, "mean").isnan(), "as torch's mean of nothing"
+    mine = part(logits)
+    total = loss(mine, targets, "mean")
+    (gradient,) = torch.autograd.grad(total, mine, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (total + gradient.norm()).backward()
 
     for huge in (logits * 1e6, logits - 1e6, logits + 1e6):
         mine, whole = part(huge), huge.clone().requires_grad_()

@@ -248,13 +248,13 @@ def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
     Path("runs").mkdir()
     with Path("runs/train.jsonl").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        other.write("of another\n")
+        other.write(of_another := '{"step": 1}\n')
         assert run(*short) == 0
         assert "log: runs/train-2.jsonl\n" in capsys.readouterr().out
         assert run(*short, "--log-file", "runs/train.jsonl") == 2
         line = "error: another run writes its log to runs/train.jsonl: name another with --log-file FILE\n"
         assert capsys.readouterr().err.endswith(line)
-    assert Path("runs/train.jsonl").read_text() == "of another\n"
+    assert Path("runs/train.jsonl").read_text() == of_another
     assert run(*short) == 0
     assert "log: runs/train.jsonl\n" in capsys.readouterr().out
 
