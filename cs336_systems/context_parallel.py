@@ -117,6 +117,8 @@ def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, ker
         return Exchange(x.contiguous(), [1] * ranks, [1] * ranks, group, label).wait()
 
     heads, seq = q.shape[1] // ranks, q.shape[2] * ranks
+    if q.shape[1] % ranks:  # tensor parallelism has split them since
+        raise UserError(f"{q.shape[1]} heads on each rank do not divide over cp {ranks}: use ring or gather")
     copies = next(n for n in range(1, ranks + 1) if k.shape[1] * n % ranks == 0)
     mine = [q, *(each.repeat_interleave(copies, 1) for each in (k, v))]
     split = [rearrange(t, "batch (ranks heads) seq dim -> ranks batch heads seq dim", ranks=ranks) for t in mine]

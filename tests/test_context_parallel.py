@@ -23,6 +23,7 @@ from cs336_systems.model.blockwise import Visible
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig
+from cs336_systems.tensor_parallel.plan import tensor_parallel
 from cs336_systems.train.observation import observe
 from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
@@ -299,6 +300,10 @@ def test_what_cannot_be_split_is_refused():
             split_sequence(Batch(torch.zeros(1, 10, dtype=torch.int64)), group)
         with pytest.raises(UserError, match="is called 'Ring': choose from ring, gather, ulysses"):
             context_parallel(TransformerLM(CONFIG, "meta"), group, "Ring")
+        model = context_parallel(TransformerLM(replace(CONFIG, num_heads=2)), group, "ulysses")
+        tensor_parallel(model, group)
+        with pytest.raises(UserError, match="1 heads on each rank do not divide over cp 2: use ring or gather"):
+            model.run_blocks(Batch(torch.zeros(1, SEQ // 2, dtype=torch.int64)))
     assert attention_work(1, 33) == [33 * 34 // 2]
 
 
