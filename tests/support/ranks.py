@@ -25,7 +25,7 @@ COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
 
 
 def patience(seconds: float) -> float:
-    """How long a rank waits for another one: in proportion on a busy machine, where a rank is late that is right."""
+    """Seconds to wait for a rank: in proportion on a busy machine, where a rank that is right is late."""
     return seconds * max(1.0, os.getloadavg()[0] / allowed_cores())
 
 
@@ -116,6 +116,7 @@ def ask(
     arguments: dict,
     backend: str | None = None,
 ) -> list:
+    timeout = patience(timeout)
     request = {
         "function": f"{function.__module__}:{function.__name__}",
         "world_size": world_size,
