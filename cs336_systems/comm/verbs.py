@@ -160,8 +160,8 @@ def _collective(
 
 
 def _check(flat: Tensor, slices: int, reduction: Reduction = "sum") -> None:
-    """Raises ValueError for a tensor of several dimensions that is not contiguous, one that does not divide into slices,
-    an unknown reduction, and a mean of integers."""
+    """Raises ValueError for a tensor of several dimensions that is not contiguous, one that does not divide into
+    slices, an unknown reduction, and a mean of integers."""
     if flat.dim() > 1 and not flat.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(flat.shape)} is not contiguous: give its .contiguous()")
     if flat.numel() % slices:
