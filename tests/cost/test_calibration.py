@@ -215,6 +215,8 @@ def test_the_command_on_a_log_without_arguments(tmp_path, capsys):
         ([str(log_file), *said], "give --system (on what machine)\n"),
         ([str(log_file), *said, "--out", str(tmp_path / "no" / "c.json")], "cannot write"),
         ([str(NOTES), "--system", "A100-40GB", "--leave-out", "7 GPUs"], "'7 GPUs' is no run's name: 1 GPU, 8 GPUs"),
+        ([str(NOTES), "--system", "A100-40GB", "--leave-out", "*"], "nothing to fit to: --leave-out leaves nothing"),
+        ([str(log_file), *said, "--system", "A100-40GB", "--use", "optimizer"], "what --use asks for, optimizer\n"),
         ([str(NOTES), "--system", "A100-40GB", "--only", "hots"], "no constant is called hots"),
     ):
         assert run_command(command, arguments) == 2

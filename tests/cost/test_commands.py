@@ -182,6 +182,8 @@ def test_hfu_counts_blocks_twice_under_full_recomputation():
     again = sum(parts.values()) - parts["head"]
     assert hfu(request.step) / request.step.mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
     assert hfu(asked(*GPT).step) == asked(*GPT).step.mfu
+    once, twice = (asked(*GPT, "--recompute-modules", names).step for names in ("mlp", "mlp,mlp"))
+    assert hfu(once) == hfu(twice) > once.mfu
 
 
 def test_constants_of_a_file(printed, tmp_path):

@@ -86,6 +86,11 @@ def test_a_machine_is_kept_in_a_file(tmp_path):
         ({"measured": [1]}, "measured must be an object"),
         ({"processors": 0.5}, "processors must be a whole number above zero, not 0.5"),
         ({"name": 3}, "name must be text, not 3"),
+        ({"name": " "}, "name must be text, not ' '"),
+        ({"bandwidth": 1e-300}, "bandwidth must be from 1e-18 to 1e.30, not 1e-300"),
+        ({"memory": 1e300}, "memory must be from 1e-18 to 1e.30, not 1e.300"),
+        ({"attainable": 7}, "attainable is a share, so it must be 1 at most, not 7"),
+        ({"reserve": 5}, "reserve is a share, so it must be 0.9 at most, not 5"),
         ({"extra": 1}, "is no machine: it needs"),
     ],
 )
@@ -100,6 +105,8 @@ def test_a_figure_that_is_none_is_one_line(change, says, tmp_path):
 def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
     with pytest.raises(UserError, match="probe --out"):
         read_machine(tmp_path / "none.json")
+    with pytest.raises(UserError, match=r"Is a directory$"):
+        read_machine(tmp_path)
     for text in ("{", "[" * 100_000):
         (tmp_path / "text.json").write_text(text)
         with pytest.raises(UserError, match="it is not JSON"):
