@@ -8,7 +8,7 @@ the clock that power allows. `probe.py`, which loads torch, is imported only to 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -107,8 +107,16 @@ def _links(row: Mapping[str, Any]) -> dict[str, Link]:
     return {tier: Link(**row[tier]) for tier in ("inside", "between")}
 
 
-_PRESETS = json.loads((Path(__file__).parent / "data" / "machines.json").read_text())
-SYSTEMS = {row["name"].lower(): System(**row | _links(row)) for row in _PRESETS}
+def _presets() -> Iterator[System]:
+    """Machines of data sheets. One that is `like` another has the figures and sources of that one besides its own."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads((Path(__file__).parent / "data" / "machines.json").read_text()):
+        base = rows.get(row.pop("like", ""), {"sources": {}})
+        rows[row["name"]] = base | row | {"sources": base["sources"] | row.get("sources", {})}
+    return (System(**row | _links(row)) for row in rows.values())
+
+
+SYSTEMS = {each.name.lower(): each for each in _presets()}
 
 
 def system_preset(name: str) -> System:

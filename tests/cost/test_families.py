@@ -1,12 +1,11 @@
 """Families of published runs: every run is in one, and its errors are those of its runs."""
 
-import json
 from statistics import mean
 
 import pytest
 
 from cs336_systems.cost.domain import time_range
-from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, families, left_out_errors, read_runs, summed_up
+from cs336_systems.cost.runs import PUBLISHED, families, left_out_errors, read_runs, summed_up
 
 RUNS = read_runs(PUBLISHED)
 
@@ -21,11 +20,10 @@ def test_each_run_is_in_one_family_and_fitted_ones_come_first(by_source):
 
 
 def test_errors_of_a_family():
-    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
     some = max(families(RUNS).values(), key=len)
     off = [run.step.total / run.seconds - 1 for run in some]
     assert summed_up([*off, None]) == (mean(map(abs, off)), mean(off), max(off, key=abs))
-    assert left_out_errors(some) == [1 / ratios[run.id] - 1 for run in some]
+    assert left_out_errors(some) == [1 / run.given["left_out"] - 1 for run in some]
     inside = [low <= run.seconds <= high for run in some for low, high in [time_range(run.step)]]
     assert [run.in_range for run in some] == inside
     assert 0 < mean(inside) < 1
