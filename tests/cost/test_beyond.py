@@ -252,8 +252,9 @@ def test_a_config_that_cannot_be_used_says_why(tmp_path, config, says):
 
 
 def test_experts_of_their_own_need_experts():
-    with pytest.raises(UserError, match="top_k: the model has no experts"):
-        wider(LLAMA, top_k=2)
+    for name in ("top_k", "dense_layers"):
+        with pytest.raises(UserError, match=f"{name}: the model has no experts"):
+            wider(LLAMA, **{name: 2})
     with pytest.raises(UserError, match="expert_every: the model has no experts"):
         ModelOptions(size="llama-8b", expert_every=2).model_config()
     with pytest.raises(UserError, match=r"^cannot read missing/config\.json: No such file"):
@@ -271,8 +272,3 @@ def test_heads_of_a_width_of_their_own_need_not_divide_the_stream():
     assert (model.d_model, model.head_dim) == (2881, 64)
     with pytest.raises(UserError, match="d_model 2881 is not a multiple of num_heads 64"):
         shaped(**vars(model_preset("llama-8b")) | {"d_model": 2881, "num_heads": 64})
-
-
-def test_dense_layers_need_experts():
-    with pytest.raises(UserError, match="dense_layers: the model has no experts"):
-        shaped(**vars(model_preset("llama-8b")) | {"dense_layers": 3})

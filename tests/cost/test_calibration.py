@@ -168,21 +168,12 @@ def test_constants_in_a_file(tmp_path):
     for text, words in (
         ("[]", "it needs"),
         ('{"constants": {}}', "it needs"),
-        ("{", "not JSON"),
         ('{"constants": {"hots": 1}}', "has hots, but the constants are product"),
-        ("[" * 100_000, "not JSON"),
         ('{"constants": {"product": 0}}', "product must be a number above zero, not 0"),
-        ('{"constants": {"host": -1}}', "host must be"),
-        ('{"constants": {"host": true}}', "not True"),
-        ('{"constants": {"host": Infinity}}', "Infinity is no number of JSON"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             load_constants(path)
-    with pytest.raises(UserError, match="cannot read"):
-        load_constants(tmp_path / "none.json")
-    with pytest.raises(UserError, match="cannot write"):
-        write_json(tmp_path / "none" / "c.json", {})
 
 
 def test_the_command(tmp_path, capsys):
