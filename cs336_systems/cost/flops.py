@@ -108,7 +108,7 @@ def repeated_flops(config: ModelConfig, plan: Plan, batch: int, seq: int) -> flo
     if config.recompute != "attention" or not plan.recompute_modules:
         return recompute_flops(config, batch, seq) / plan.recompute_nth
     inside = {"core_attn": ("scores",), "mlp": ("feed-forward",), "moe": ("router", "experts", "shared expert")}
-    names = [name for module in plan.recompute_modules for name in inside.get(module, ())]
+    names = [name for module in set(plan.recompute_modules) for name in inside.get(module, ())]
     blocks = [block_flops(config, batch, seq, layer) for layer in range(config.num_layers)]
     return sum(each.get(name, 0) for each in blocks for name in names) / plan.recompute_nth
 

@@ -8,7 +8,7 @@ the clock that power allows. `probe.py`, which loads torch, is imported only to 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -25,6 +25,8 @@ GIB = 2**30  # a GB of an accelerator's memory in data sheets, as its driver rep
 HERE = "here"  # the name of this machine, to be probed, where presets have theirs
 SECONDS = 20.0  # of a probe
 LATER = ("narrow_flops", "narrow_attainable", "power", "reserve")  # figures that files of machines may lack
+LEAST_FIGURE, MOST_FIGURE = 1e-18, 1e30  # what is computed from figures of a file stays finite
+SHARES = {"attainable": 1.0, "narrow_attainable": 1.0, "reserve": 0.9}  # the most that each may be
 MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "touch", *LATER)
 
 
@@ -83,7 +85,7 @@ class System:
 
     def check_fp8(self, fp8: bool) -> None:
         """Raises UserError for FP8 on a machine without 8-bit GEMMs."""
-        if fp8 and not self.narrow_flops:
+        if fp8 and not self.rate(1):
             raise UserError(f"{self.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
 
     @property
@@ -105,8 +107,16 @@ def _links(row: Mapping[str, Any]) -> dict[str, Link]:
     return {tier: Link(**row[tier]) for tier in ("inside", "between")}
 
 
-_PRESETS = json.loads((Path(__file__).parent / "data" / "machines.json").read_text())
-SYSTEMS = {row["name"].lower(): System(**row | _links(row)) for row in _PRESETS}
+def _presets() -> Iterator[System]:
+    """Machines of data sheets. One that is `like` another has the figures and sources of that one besides its own."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads((Path(__file__).parent / "data" / "machines.json").read_text()):
+        base = rows.get(row.pop("like", ""), {"sources": {}})
+        rows[row["name"]] = base | row | {"sources": base["sources"] | row.get("sources", {})}
+    return (System(**row | _links(row)) for row in rows.values())
+
+
+SYSTEMS = {each.name.lower(): each for each in _presets()}
 
 
 def system_preset(name: str) -> System:
@@ -128,6 +138,9 @@ def changed(system: System, **changes: float | None) -> System:
     the cube root of that power. Raises UserError if the machine's power is not known, and for more or less than it has.
     """
     given = {name: value for name, value in changes.items() if value is not None}
+    for name, value in given.items():
+        if value and not 1e-9 <= value <= 1e15:
+            raise UserError(f"--{name} {value:g} is no figure of a machine: give one from 1e-09 to 1e+15")
     found = dict[str, Any]()
     if "peak" in given:
         ratio = given["peak"] * 1e12 / system.matmul_flops
@@ -189,7 +202,7 @@ def read_machine(path: Path) -> System:
     if set(found) != set(kinds):
         raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
     wanted = {"overlap": (f"one of {', '.join(OVERLAPS)}", found["overlap"] in OVERLAPS)}
-    wanted["name"] = "text", isinstance(found["name"], str)
+    wanted["name"] = "text", isinstance(found["name"], str) and bool(found["name"].strip())
     for name in ("sources", "measured"):
         wanted[name] = "an object of names and values", isinstance(found[name], dict)
     for tier in ("inside", "between"):
@@ -223,7 +236,8 @@ def read_json(path: Path, otherwise: str, hint: str = "") -> Any:
     try:
         return strict_json(regular(path).read_text("utf-8-sig"))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
+        absent = isinstance(error, FileNotFoundError)
+        raise UserError(f"cannot read {path}: {error.strerror}{hint if absent else ''}") from None
     except ValueError as error:
         raise UserError(f"{path} is {otherwise}: it is not JSON: {error}") from None
 
@@ -232,4 +246,8 @@ def _figure(path: Path, name: str, value: Any, kind: type = float) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (kind is int and value != int(value)):
         raise UserError(f"{path}: {name} must be a {'whole ' * (kind is int)}number above zero, not {value!r}")
+    if value and not LEAST_FIGURE <= value <= MOST_FIGURE:
+        raise UserError(f"{path}: {name} must be from {LEAST_FIGURE:g} to {MOST_FIGURE:g}, not {value!r}")
+    if value > (most := SHARES.get(name, value)):
+        raise UserError(f"{path}: {name} is a share, so it must be {most:g} at most, not {value!r}")
     return kind(value)

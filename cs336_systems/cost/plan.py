@@ -22,6 +22,7 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 # sequence parallelism, cut into parts that overlap with their GEMMs, and messages between interleaved stages.
 Overlap = Literal["none", "data", "all"]
 OVERLAPS = get_args(Overlap)
+StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]
 
 # Megatron-LM's names of recomputation, and this project's; and the other way round.
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
@@ -69,14 +70,19 @@ class Plan:
     recompute_nth: int = 1  # only every n-th block recomputes
 
     def __post_init__(self) -> None:
-        if self.overlap not in OVERLAPS:
-            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(OVERLAPS)}")
+        for name, known in (("overlap", OVERLAPS), ("stack", get_args(StackName)), ("width", (2, 4))):
+            if (value := getattr(self, name)) not in known:
+                raise UserError(f"{name} {value!r} does not exist; choose from {', '.join(map(str, known))}")
         if sorted(self.order) != sorted(ORDER):
             raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
         counts = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch", "recompute_nth")
         check_spread(self, counts)
         if unknown := [name for name in self.recompute_modules if name not in MODULES]:
             raise UserError(f"no module to recompute is called {unknown[0]!r}: choose from {', '.join(MODULES)}")
+        if min(self.layers, default=0) < 0:
+            raise UserError(f"layers {' '.join(map(str, self.layers))}: a stage cannot have fewer than 0")
+        if self.shard < 0:
+            raise UserError(f"shard must be at least 0, not {self.shard}")
         if self.shard and not self.zero:
             raise UserError(f"a shard of {self.shard} replicas needs a ZeRO stage from 1 to 3, which splits over them")
         if self.shard and self.replicas % self.shard:
@@ -150,6 +156,8 @@ class Plan:
 
     def check(self, config: ModelConfig, seq: int) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
+        if seq < 1:
+            raise UserError(f"a sequence must have at least 1 token, not {seq}")
         if config.num_layers > MOST_LAYERS:
             raise UserError(f"{config.num_layers} layers are more than the {MOST_LAYERS} that are counted: use fewer")
         check_experts(config, self.ep)

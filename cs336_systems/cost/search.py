@@ -192,9 +192,16 @@ def search(
     """
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
+    for name, value in (("gpus", gpus), ("limit", limit)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    for axis in (name for name in rest if name in AXES):
+        raise UserError(f"{axis} is a choice of a search: hold it with fixed={{{axis!r}: {rest[axis]!r}}}")
     rest["overlap"] = rest.get("overlap") or system.overlap
     whole = Space(config, seq, gpus, Plan(global_batch=global_batch, **rest), system.node, fixed or {})
     check_experts(config, whole.fixed.get("ep", 1))
+    if (again := whole.fixed.get("recompute", "none")) not in RECOMPUTES:
+        raise UserError(f"recompute {again!r} does not exist; choose from {', '.join(RECOMPUTES)}")
     space, left_out = whole.within(limit)
     found = Search(whole, system, left_out=left_out)
     layouts = space.layouts()

@@ -202,9 +202,10 @@ class Space:
         """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""
         rows = self.base.global_batch // (degrees.dp * degrees.ep)
         layers, rest = divmod(self.config.num_layers, degrees.pp)
-        even = 1 if degrees.pp == 1 or rest else min(layers, MOST)
+        even = 1 if degrees.pp == 1 or rest else min(layers, max(MOST, self.fixed.get("chunks", 1)))
+        sizes = {max(1, self.fixed.get("micro_batch", 1)), *(2**n for n in range(MOST.bit_length()))}
         values = (
-            [2**n for n in range(MOST.bit_length()) if rows % 2**n == 0],
+            [size for size in sorted(sizes) if rows % size == 0],
             [n for n in range(1, even + 1) if layers % n == 0],
             (False, True) if degrees.tp > 1 else (False,),
             RECOMPUTES,

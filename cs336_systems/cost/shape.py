@@ -74,11 +74,13 @@ def shaped(**sizes: Any) -> ModelConfig:
             del whole["shared_d_ff"]
         sizes["mixture"] = Routing(**whole) if "shared_d_ff" in whole else Mixture(**whole)
     own = {each.name for each in fields(Shape)} - {each.name for each in fields(ModelConfig)}
-    if not any(sizes.get(name) for name in own):
-        return ModelConfig(**{name: value for name, value in sizes.items() if name not in own})
-    if (shape := Shape(**sizes)).num_experts and not shape.expert_layers:
-        raise UserError(f"none of the {shape.num_layers} layers has experts: the first {shape.dense_layers} have none")
-    return shape
+    plain = not any(sizes.get(name) for name in own)
+    model = ModelConfig(**{n: value for n, value in sizes.items() if n not in own}) if plain else Shape(**sizes)
+    if model.num_experts and not model.expert_layers:
+        dense = sizes.get("dense_layers")
+        why = f"the first {dense} have none" if dense else f"every {model.expert_every}-th would have them"
+        raise UserError(f"none of the {model.num_layers} layers has experts: {why}")
+    return model
 
 
 def wider(config: ModelConfig, **changes: Any) -> ModelConfig:
@@ -126,6 +128,8 @@ def read_shape(path: Path) -> ModelConfig:
     given = inner if isinstance(inner, dict) else given
     if (kind := given.get("model_type", "")) in NAMES["refused"]:
         raise UserError(f"{path}: models of the type {kind} are built otherwise: give the sizes, as in --d-model 1024")
+    if odd := next((key for key in NAMES["uncounted"] if given.get(key)), None):
+        raise UserError(f"{path}: models with {odd} are built otherwise: give the sizes, as in --d-model 1024")
     said = {name: _count(path, given, keys) for name, keys in NAMES["sizes"].items()}
     if missing := [name for name in NAMES["required"] if not said[name]]:
         named = "; ".join(f"{name} ({NAMES['sizes'][name].replace(' ', ' or ')})" for name in missing)

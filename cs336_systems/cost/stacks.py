@@ -8,12 +8,11 @@ from typing import Literal
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
 from cs336_systems.cost.operators import operators_of
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import Plan, StackName
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.template import read_data
 from cs336_systems.presets import ModelConfig
 
-StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]
 HOPPER = ("H100", "H200", "B200")
 
 

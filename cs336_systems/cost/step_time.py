@@ -95,8 +95,10 @@ class Seconds(NamedTuple):
 
 
 def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> StepTime:
-    """Predict the time of one step. Raises UserError for a plan that does not divide the model."""
+    """Predict the time of one step. Raises UserError for a plan that does not divide the model, and for FP8 on a
+    machine without it."""
     plan.check(config, seq)
+    system.check_fp8(plan.fp8)
     kinds = stage_kinds(config, plan)
     spent = {stage: stage_seconds(config, plan, seq, stage, system) for stage in kinds}
     busiest = max(kinds, key=lambda stage: sum(spent[stage]))

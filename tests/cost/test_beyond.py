@@ -1,6 +1,7 @@
 """FP8, hybrid sharding, partial recomputation, changed machines and `config.json`: against closed forms and facts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -80,6 +81,12 @@ def test_gradients_are_scattered_in_the_node_and_summed_between_nodes():
     assert optimizer_seconds(LLAMA, plan, SEQ, 0, H100) == 2 * optimizer_seconds(LLAMA, EIGHT, SEQ, 0, H100)
 
 
+def test_fp8_needs_8_bit_gemms():
+    for system in (system_preset("A100-80GB"), replace(H100, narrow_attainable=0.0)):
+        with pytest.raises(UserError, match="has no 8-bit floating-point GEMMs"):
+            step_time(LLAMA_8B, Plan(fp8=True), 8192, system)
+
+
 def test_memory_compares_zero_stages_of_a_shard():
     arguments = ["--size", "llama-8b", "--system", "H100", "--zero", "1", "--dp", "8", "--shard", "4", "--json"]
     record = json.loads(CliRunner().invoke(memory.command, arguments, catch_exceptions=False).output)
@@ -150,6 +157,8 @@ def test_a_machine_can_be_changed():
         changed(H100, power=900.0)
     with pytest.raises(UserError, match="which has no figure of it"):
         changed(machine(), power=300.0)
+    with pytest.raises(UserError, match=r"--memory 1e\+300 is no figure of a machine: give one from 1e-09 to 1e\+15"):
+        changed(H100, memory=1e300)
     assert MachineOptions(system="H100", memory=94.0).machine().name == "H100, changed"
 
 
@@ -225,6 +234,9 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),
         (GPT2 | {"model_type": "bert"}, "models of the type bert are built otherwise: give the sizes"),
         ({"model_type": "falcon"}, "models of the type falcon are built otherwise"),  # whose files lack a size
+        (GPT2 | {"model_type": "jamba"}, "models of the type jamba are built otherwise"),
+        (QWEN3_30B | {"mlp_only_layers": [0]}, "json: models with mlp_only_layers are built otherwise: give the sizes"),
+        (QWEN3_30B | {"decoder_sparse_step": 49}, "none of the 48 layers has experts: every 49-th would have them"),
         (GPT2 | {"n_layer": 1.5}, "n_layer must be a whole number, not 1.5"),
         (GPT2 | {"vocab_size": 10**400}, "vocab_size must be a whole number, not 10000+.*, of 10.15 at most"),
         (GPT2 | {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
@@ -240,8 +252,11 @@ def test_a_config_that_cannot_be_used_says_why(tmp_path, config, says):
 
 
 def test_experts_of_their_own_need_experts():
-    with pytest.raises(UserError, match="top_k: the model has no experts"):
-        wider(LLAMA, top_k=2)
+    for name in ("top_k", "dense_layers"):
+        with pytest.raises(UserError, match=f"{name}: the model has no experts"):
+            wider(LLAMA, **{name: 2})
+    with pytest.raises(UserError, match="expert_every: the model has no experts"):
+        ModelOptions(size="llama-8b", expert_every=2).model_config()
     with pytest.raises(UserError, match=r"^cannot read missing/config\.json: No such file"):
         ModelOptions(size="missing/config.json").model_config()
 
@@ -257,8 +272,3 @@ def test_heads_of_a_width_of_their_own_need_not_divide_the_stream():
     assert (model.d_model, model.head_dim) == (2881, 64)
     with pytest.raises(UserError, match="d_model 2881 is not a multiple of num_heads 64"):
         shaped(**vars(model_preset("llama-8b")) | {"d_model": 2881, "num_heads": 64})
-
-
-def test_dense_layers_need_experts():
-    with pytest.raises(UserError, match="dense_layers: the model has no experts"):
-        shaped(**vars(model_preset("llama-8b")) | {"dense_layers": 3})

@@ -168,21 +168,12 @@ def test_constants_in_a_file(tmp_path):
     for text, words in (
         ("[]", "it needs"),
         ('{"constants": {}}', "it needs"),
-        ("{", "not JSON"),
         ('{"constants": {"hots": 1}}', "has hots, but the constants are product"),
-        ("[" * 100_000, "not JSON"),
         ('{"constants": {"product": 0}}', "product must be a number above zero, not 0"),
-        ('{"constants": {"host": -1}}', "host must be"),
-        ('{"constants": {"host": true}}', "not True"),
-        ('{"constants": {"host": Infinity}}', "Infinity is no number of JSON"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             load_constants(path)
-    with pytest.raises(UserError, match="cannot read"):
-        load_constants(tmp_path / "none.json")
-    with pytest.raises(UserError, match="cannot write"):
-        write_json(tmp_path / "none" / "c.json", {})
 
 
 def test_the_command(tmp_path, capsys):
@@ -215,6 +206,8 @@ def test_the_command_on_a_log_without_arguments(tmp_path, capsys):
         ([str(log_file), *said], "give --system (on what machine)\n"),
         ([str(log_file), *said, "--out", str(tmp_path / "no" / "c.json")], "cannot write"),
         ([str(NOTES), "--system", "A100-40GB", "--leave-out", "7 GPUs"], "'7 GPUs' is no run's name: 1 GPU, 8 GPUs"),
+        ([str(NOTES), "--system", "A100-40GB", "--leave-out", "*"], "nothing to fit to: --leave-out leaves nothing"),
+        ([str(log_file), *said, "--system", "A100-40GB", "--use", "optimizer"], "what --use asks for, optimizer\n"),
         ([str(NOTES), "--system", "A100-40GB", "--only", "hots"], "no constant is called hots"),
     ):
         assert run_command(command, arguments) == 2

@@ -62,7 +62,7 @@ def test_own_records(tmp_path):
     with pytest.raises(UserError, match="line 1 is not JSON"):
         read_measured(path, LogOptions())
     path.write_text('{"benchmark": "e2e"}')
-    with pytest.raises(UserError, match="neither records nor a training log"):
+    with pytest.raises(UserError, match="neither records nor a training log of this project: it lacks 'samples_ms'"):
         read_measured(path, LogOptions())
 
 

@@ -86,6 +86,10 @@ BAD_PLANS = [
     ({"tp": 0}, "tp must be at least 1, not 0"),
     ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
     ({"overlap": "some"}, "choose from none, data, all"),
+    ({"stack": "some"}, "stack 'some' does not exist; choose from megatron, fsdp"),
+    ({"width": 3}, "width 3 does not exist; choose from 2, 4"),
+    ({"pp": 2, "global_batch": 2, "layers": (-1, 13)}, "layers -1 13: a stage cannot have fewer than 0"),
+    ({"zero": 1, "shard": -1}, "shard must be at least 0, not -1"),
     ({"order": ("tp", "dp")}, "must name each"),
     ({"dp": 3, "global_batch": 8, "micro_batch": 2}, "micro-batch 2 x dp 3 = 6: use 6 or 12"),
     ({"dp": 2, "ep": 2, "global_batch": 6}, "x dp 2 x ep 2 = 4: use 4 or 8"),
@@ -124,3 +128,8 @@ def test_a_model_that_does_not_divide_says_so_with_the_numbers(degrees, changes,
         return
     with pytest.raises(UserError, match=says):
         plan.check(config, 32)
+
+
+def test_a_sequence_has_a_token():
+    with pytest.raises(UserError, match="a sequence must have at least 1 token, not 0"):
+        Plan().check(MODEL, 0)

@@ -1,12 +1,20 @@
 """The commands that draw the pictures of the cost model: what they refuse and say, and byte-stable files."""
 
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.commands import plot
-from cs336_systems.cost.plots import style
+from cs336_systems.cost.machines import Constants, system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan_memory import fits
+from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling, style
+from cs336_systems.cost.step_time import Case, stage_weights, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
+from cs336_systems.presets import model_preset
 
 with_matplotlib = pytest.mark.skipif(not style.can_plot(), reason="matplotlib is in the extra `writeup`")
 
@@ -78,3 +86,133 @@ def test_a_file_that_cannot_be_written_gets_one_line(tmp_path):
 
     with pytest.raises(UserError, match=r"^cannot write .*a\.png: Permission denied; name another file with --out$"):
         style.save(Locked(), tmp_path / "a.png")
+
+
+A100 = system_preset("A100-80GB")
+GPT3 = model_preset("gpt3-175b")
+# A network of one speed without latency, in nodes of 8.
+FULL_SPEED = Constants(inside=1.0, between=1.0, call=0.0)
+PLAIN = replace(A100, inside=Link(0.0, 1e11), between=Link(0.0, 1e11), constants=FULL_SPEED)
+
+
+# The roofline.
+
+
+def test_a_point_of_the_roofline_is_flops_over_bytes_and_over_time():
+    found = roofline.points(GPT3, Plan(tp=8), 2048, A100)
+    ahead, back = (point for point in found if point.operator == "up")
+    rows, inner, columns = 2048, 12_288, 49_152 // 8
+    flops, numbers = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
+    assert (ahead.way, back.way) == ("forward", "backward")
+    # Backward has two products, each of the same three matrices.
+    assert ahead.intensity == back.intensity == flops / (2 * numbers)
+    assert (ahead.rate * ahead.seconds, back.rate * back.seconds) == pytest.approx((flops, 2 * flops), rel=1e-12)
+    swept = next(point for point in found if point.operator == "GELU")
+    assert (swept.intensity, swept.counted, ahead.counted) == (1 / 2, False, True)
+
+
+def test_points_take_as_long_as_a_block_does_and_lie_under_the_attainable_roof():
+    plan, system = Plan(tp=4, micro_batch=2, global_batch=2), replace(A100, constants=Constants(host=0.0))
+    found = roofline.points(GPT3, plan, 2048, system)
+    one, two = (step_time(GPT3.override(num_layers=layers), plan, 2048, system).parts for layers in (1, 2))
+    block = sum(point.seconds for point in found if point.operator not in ("last norm", "logits", "loss"))
+    assert block == pytest.approx(sum(two[way] - one[way] for way in ("forward", "backward")), rel=1e-9)
+    peak, attainable = roofline.roofs(plan, system)
+    assert peak == (A100.bandwidth, A100.matmul_flops)
+    assert all(point.rate <= attainable.at(point.intensity) < peak.at(point.intensity) for point in found)
+    wide = roofline.roofs(replace(plan, width=4), A100)[0]
+    assert wide.flops == A100.wide_flops
+
+
+# What a step is made of.
+
+
+def test_multiples_add_up_to_the_inverse_of_mfu():
+    step = step_time(GPT3, Plan(tp=8, pp=8, global_batch=32), 2048, A100)
+    found = breakdown.multiples(step)
+    assert sum(found.values()) == pytest.approx(1 / step.mfu, rel=1e-12)
+    ideal = step.model_flops / (64 * 312e12)
+    assert found["bubble"] == pytest.approx(step.parts["bubble"] / ideal, rel=1e-12)
+    assert "context-parallel" not in found
+    assert set(step.parts) <= set(breakdown.COLOURS)
+
+
+def test_the_published_runs_have_their_published_utilisation():
+    bars = breakdown.published()
+    assert [bar.id for bar in bars[2:4]] == ["175B-full", "175B-sel+sp"]
+    assert [bar.config.recompute for bar in bars[:8]] == ["segments", "attention"] * 4
+    mfu = [bar.step.mfu * bar.step.total / bar.seconds for bar in bars[1:8:2]]
+    # Half a unit of the last printed digit: of the percentage, and of 1.10 seconds.
+    assert mfu == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.0005, rel=0.005 / 1.10)
+    assert [bar.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
+
+
+# Scaling.
+
+SMALL = Case(model_preset("2.7B"), Plan(zero=1), 1024, A100)
+
+
+def test_plans_use_all_accelerators_the_whole_batch_and_fit():
+    found = list(scaling.plans(SMALL, 16, 32, [(1, 1), (2, 2), (3, 1), (4, 8)]))
+    assert {(plan.tp, plan.pp, plan.dp) for _, plan in found} == {(1, 1, 16), (2, 2, 4)}
+    assert {plan.ranks for _, plan in found} == {16}
+    assert {(plan.global_batch, plan.zero, plan.sequence) for _, plan in found} == {(32, 1, False), (32, 1, True)}
+    assert {plan.micro_batch for _, plan in found if plan.pp == 2} == {1, 2, 4, 8}
+    assert {plan.micro_batch for _, plan in found if plan.pp == 1} == {1, 2}
+    assert {config.recompute for config, _ in found} == {"none", "attention", "segments"}
+    assert all(fits(config, plan, 1024, A100) for config, plan in found)
+    assert not list(scaling.plans(replace(SMALL, config=GPT3), 8, 8, [(1, 1), (8, 1)]))
+
+
+def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
+    lines = scaling.curves(SMALL, [8, 16], [16, 16], [(1, 1), (8, 1), (3, 1), (8, 2)])
+    assert list(lines) == ["best", "tp 1, pp 1", "tp 8, pp 1", "tp 8, pp 2"]
+    assert list(lines["tp 8, pp 2"]) == [16]
+    for name, line in lines.items():
+        assert all(step.total >= lines["best"][gpus].total for gpus, step in line.items()), name
+    assert lines["tp 1, pp 1"][8].total < lines["tp 8, pp 1"][8].total
+    all_plans = [step_time(config, plan, 1024, A100).total for config, plan in scaling.plans(SMALL, 8, 16, [(8, 1)])]
+    assert lines["tp 8, pp 1"][8].total == min(all_plans) < max(all_plans)
+
+
+def test_a_model_that_fits_nowhere_gets_one_line():
+    with pytest.raises(
+        UserError, match=r"on 8 to 16 x A100-80GB no plan .* batch of 8 to 16 sequences: start from more"
+    ):
+        scaling.curves(replace(SMALL, config=GPT3), [8, 16], [8, 16], [(1, 1)])
+
+
+# Degrees.
+
+
+def test_what_an_axis_sends_grows_as_n_minus_one_over_n_of_the_same_bytes():
+    config = model_preset("llama-8b").override(attention="flash")
+    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, degrees.plans(axis, [2, 8], 16)) for axis in degrees.AXES}
+    for axis, ratio in (("tp", 7 / 4), ("cp", 7 / 4), ("dp", 7 / 4), ("ep", 7 / 16)):  # of ep each has 1/n of the rows
+        two, eight = lines[axis]
+        assert eight.communication / two.communication == pytest.approx(ratio, rel=1e-6), axis
+        assert 2 < two.computing / eight.computing <= 4, axis
+    step = step_time(config, Plan(tp=8, sequence=True, overlap="none"), 8192, PLAIN)
+    both = lines["tp"][1].communication + lines["tp"][1].computing
+    assert both == pytest.approx(step.total - step.parts["optimizer"], rel=1e-12)
+    # ZeRO 3 gathers 16-bit weights twice and scatters 32-bit gradients.
+    shared, _, _ = stage_weights(config, Plan(), 8192, 0)
+    assert lines["dp"][1].communication == pytest.approx((2 + 2 + 4) * shared * 7 / 8 / 1e11, rel=1e-9)
+    assert lines["dp"][1].share == lines["dp"][1].communication / (
+        lines["dp"][1].communication + lines["dp"][1].computing
+    )
+
+
+def test_degrees_that_do_not_divide_are_left_out():
+    config = model_preset("llama-8b")
+    plans = {axis: degrees.plans(axis, [2, 24, 32, 64, 256], 32) for axis in degrees.AXES}
+    found = {axis: [s.degree for s in degrees.shares(config, 8192, A100, axis, plans[axis])] for axis in plans}
+    assert found == {"tp": [2, 32], "cp": [2, 32, 64, 256], "dp": [2, 32], "ep": [2, 32]}
+    assert degrees.plans("dp", [8], 32) == [Plan(dp=8, zero=3, micro_batch=4, global_batch=32, overlap="none")]
+    assert degrees.plans("tp", [8], 32) == [Plan(tp=8, sequence=True, overlap="none")]
+    moe = model_preset("fairseq-moe-15b")
+    assert degrees.with_experts(moe) is moe
+    assert degrees.with_experts(config).expert_layers == 16
+
+
+# What the pictures have in common.

@@ -1,7 +1,7 @@
 """This machine as a System: the fit of its GEMM rates, the file that it is written to, and commands that read it."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import log
 
 import pytest
@@ -10,7 +10,15 @@ import torch
 from cs336_systems.cost import probe
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.machines import Constants, System, read_machine, write_json
+from cs336_systems.cost.machines import (
+    SYSTEMS,
+    Constants,
+    System,
+    nearest_system,
+    read_machine,
+    system_preset,
+    write_json,
+)
 from cs336_systems.cost.operator_time import TILE, kernel_time, new_bytes, product_rate
 from cs336_systems.cost.probe import fit_law
 from cs336_systems.cost.rank import Kernel, sweep
@@ -86,6 +94,11 @@ def test_a_machine_is_kept_in_a_file(tmp_path):
         ({"measured": [1]}, "measured must be an object"),
         ({"processors": 0.5}, "processors must be a whole number above zero, not 0.5"),
         ({"name": 3}, "name must be text, not 3"),
+        ({"name": " "}, "name must be text, not ' '"),
+        ({"bandwidth": 1e-300}, "bandwidth must be from 1e-18 to 1e.30, not 1e-300"),
+        ({"memory": 1e300}, "memory must be from 1e-18 to 1e.30, not 1e.300"),
+        ({"attainable": 7}, "attainable is a share, so it must be 1 at most, not 7"),
+        ({"reserve": 5}, "reserve is a share, so it must be 0.9 at most, not 5"),
         ({"extra": 1}, "is no machine: it needs"),
     ],
 )
@@ -100,6 +113,8 @@ def test_a_figure_that_is_none_is_one_line(change, says, tmp_path):
 def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
     with pytest.raises(UserError, match="probe --out"):
         read_machine(tmp_path / "none.json")
+    with pytest.raises(UserError, match=r"Is a directory$"):
+        read_machine(tmp_path)
     for text in ("{", "[" * 100_000):
         (tmp_path / "text.json").write_text(text)
         with pytest.raises(UserError, match="it is not JSON"):
@@ -189,3 +204,61 @@ def test_this_machine_has_figures(tmp_path):
         Kernel(1.0, 0.0, 64, 64, 64, width=4), replace(found, constants=replace(Constants(), **found.measured))
     )
     assert 0 < rate <= found.wide_flops
+
+
+# A name and a reserve are no figures; a machine that is measured has `touch` and `measured`.
+FIGURES = {each.name for each in fields(SYSTEMS["h100"])}
+FIGURES -= {"name", "sources", "touch", "measured", "constants", "reserve"}
+NARROW = {"narrow_flops", "narrow_attainable"}  # of accelerators with 8-bit GEMMs
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_every_figure_says_where_it_is_from(system):
+    assert set(system.sources) == (FIGURES if system.narrow_flops else FIGURES - NARROW)
+    assert all(source.strip() for source in system.sources.values())
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_figures_are_of_one_accelerator_in_one_direction(system):
+    assert system.matmul_flops >= 2 * system.wide_flops
+    assert 0.5 < system.attainable < 1
+    assert system.rate(2) == system.attainable * system.matmul_flops
+    assert system.rate(4) == system.attainable * system.wide_flops
+    # Memory is faster than links within a node, and these than those between nodes; latency the other way round.
+    assert system.bandwidth > system.inside.bandwidth > system.between.bandwidth
+    assert 0 < system.inside.latency < system.between.latency
+    # Whole links: of 25 GB/s each (NVLink 2 to 4) or 50 (NVLink 5); ports of 100, 200 or 400 Gb/s, some shared by two.
+    assert system.inside.bandwidth % 25e9 == 0
+    assert system.between.bandwidth * 8 in (50e9, 100e9, 200e9, 400e9)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("A100-80GB", "A100-80GB"),
+        ("a100", "A100-80GB"),
+        ("A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 40GB PCIe", "A100-40GB"),
+        ("H100-SXM5-80GB", "H100"),
+        ("H100 NVL", "H100"),
+        ("H200_141GB", "H200"),
+        ("Tesla V100", "V100-32GB-DGX2"),
+        ("thetagpu", "ThetaGPU"),
+        ("DGX B200", "B200"),
+    ],
+)
+def test_a_runs_own_words_find_the_machine(words, name):
+    found = nearest_system(words)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize("words", ["", "TPU v4", "RTX 4090", "MI300X", "100"])
+def test_other_machines_are_not_taken_for_known_ones(words):
+    assert nearest_system(words) is None
+
+
+def test_an_unknown_preset_names_those_that_there_are():
+    with pytest.raises(UserError, match=r"no machine is called 'abacus': choose from .*A100-80GB.*B200"):
+        system_preset("abacus")
+    assert system_preset("h100") is system_preset("H100")

@@ -1,12 +1,22 @@
 """Runs in a file: how keys are read, the defaults of missing ones, and what `validate` prints."""
 
 import json
+from statistics import mean
 
 import pytest
 
 from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.plan_memory import peak_bytes
-from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, REQUIRED, read_run, read_runs
+from cs336_systems.cost.runs import (
+    DEFAULTS,
+    PUBLISHED,
+    families,
+    left_out_errors,
+    read_run,
+    read_runs,
+    summed_up,
+)
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -138,12 +148,6 @@ def test_a_run_that_cannot_be_names_itself_and_says_why(changes, says):
     assert "\n" not in str(caught.value)
 
 
-def test_every_required_key_is_required():
-    for key in REQUIRED:
-        with pytest.raises(UserError, match=f"run 3: {key} missing"):
-            read_run({name: value for name, value in RUN.items() if name not in (key, "id")}, "run 3")
-
-
 def validate(capsys, *arguments: object) -> tuple[int, str, str]:
     status = run_command(main, ["validate", *map(str, arguments)])
     found = capsys.readouterr()
@@ -216,3 +220,25 @@ def test_a_file_that_cannot_be_used_gets_one_line(capsys, tmp_path, text, says, 
     status, out, err = validate(capsys, file, *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+RUNS = read_runs(PUBLISHED)
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_each_run_is_in_one_family_and_fitted_ones_come_first(by_source):
+    found = families(RUNS, by_source)
+    assert sorted(run.id for some in found.values() for run in some) == sorted(run.id for run in RUNS)
+    assert [fitted for fitted, *_ in found] == sorted((fitted for fitted, *_ in found), reverse=True)
+    assert all(len({run.given["family"] for run in some}) == 1 for some in found.values())
+    assert by_source == all(len({run.given["source"] for run in some}) == 1 for some in found.values())
+
+
+def test_errors_of_a_family():
+    some = max(families(RUNS).values(), key=len)
+    off = [run.step.total / run.seconds - 1 for run in some]
+    assert summed_up([*off, None]) == (mean(map(abs, off)), mean(off), max(off, key=abs))
+    assert left_out_errors(some) == [1 / run.given["left_out"] - 1 for run in some]
+    inside = [low <= run.seconds <= high for run in some for low, high in [time_range(run.step)]]
+    assert [run.in_range for run in some] == inside
+    assert 0 < mean(inside) < 1

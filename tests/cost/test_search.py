@@ -164,6 +164,26 @@ def test_held_choices():
         search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"ep": 2})
     with pytest.raises(UserError, match="color is none of the choices"):
         search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"color": 3})
+    for fixed in ({"micro_batch": 3}, {"micro_batch": 32}, {"chunks": 17, "pp": 2}):  # of which a search tries none
+        axis, value = next(iter(fixed.items()))
+        deep = search(MODEL.override(num_layers=34), SEQ, system_preset("H100"), GPUS, 96, fixed=fixed, limit=200)
+        assert {getattr(each.plan, axis) for each in deep.best} == {value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpus": 0}, "gpus must be at least 1, not 0"),
+        ({"limit": 0}, "limit must be at least 1, not 0"),
+        ({"tp": 2}, r"tp is a choice of a search: hold it with fixed=\{'tp': 2\}"),
+        ({"fixed": {"recompute": "full"}}, "recompute 'full' does not exist; choose from none, attention, segments"),
+        ({"fp8": True}, "A100-80GB has no 8-bit floating-point GEMMs"),
+        ({"seq": -1}, "at least 1 token, not -1"),
+    ],
+)
+def test_a_search_that_cannot_be_says_why(changes, says):
+    with pytest.raises(UserError, match=says):
+        search(MODEL, **{"seq": SEQ, "system": SMALL, "gpus": 2, "global_batch": BATCH} | changes)
 
 
 def test_placements_differ_in_what_a_node_holds():

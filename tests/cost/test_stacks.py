@@ -16,7 +16,7 @@ from cs336_systems.cost.fitting.observations import observe_step
 from cs336_systems.cost.machines import CONSTANTS
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes
-from cs336_systems.cost.runs import LEFT_OUT, read_run
+from cs336_systems.cost.runs import read_run
 from cs336_systems.cost.stacks import STACKS, balanced_layers
 from cs336_systems.cost.step_time import Seconds, data_parallel_seconds
 from cs336_systems.host.console import run_command
@@ -67,7 +67,7 @@ def test_deepspeeds_zero_3_has_a_port_for_each_accelerator():
 def test_runs_that_were_left_out(name, most):
     """Their mean error and range, rounded to 0.02, as `python -m cs336_systems.cost.fitting.left_out` wrote them; the
     first groups of each stack are left out again."""
-    kept = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    kept = {run.id: run.given["left_out"] for run in RUNS[name]}
     found = dict(islice(left_out(STACKS[name], RUNS[name]), AGAIN))
     assert found == pytest.approx({run: kept[run] for run in found}, rel=0.01)
     written = {run.id: kept[run.id] for run in RUNS[name] if run.seconds}

@@ -110,12 +110,3 @@ def test_more_experts_cost_no_time_but_their_routers():
     assert spent(MOE, COMPUTES).forward - spent(one, COMPUTES).forward == expert
     # And none on more ranks, each of which has fewer experts, with as many rows more for each.
     assert spent(many, COMPUTES, plan_of(ep=4)).forward == spent(many, COMPUTES).forward
-
-
-def test_only_the_ends_have_embedding_and_head():
-    plan = plan_of(pp=3, m=3)
-    groups = [dict(stage_groups(GPT, plan, stage)) for stage in range(3)]
-    assert groups == [{"dense": 2, "embedding": 1}, {"dense": 2}, {"dense": 2, "head": 1}]
-    times = [spent(GPT, COMPUTES, plan, stage).forward for stage in range(3)]
-    head = forward_flops(GPT, ROWS, SEQ)["head"]
-    assert times == [times[0], times[0], times[0] + head]

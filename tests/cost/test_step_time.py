@@ -9,7 +9,6 @@ from below holds with the times divided by v. Where the last stage is the slowes
 prediction, and the simulation does too.
 """
 
-import json
 import random
 from dataclasses import replace
 from math import ceil
@@ -20,7 +19,7 @@ import pytest
 from cs336_systems.cost import step_time as module
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.runs import PUBLISHED, read_run
+from cs336_systems.cost.runs import PUBLISHED, read_runs
 from cs336_systems.cost.step_time import (
     Seconds,
     data_parallel_seconds,
@@ -210,26 +209,12 @@ def test_adamw_moves_38_bytes_a_weight_that_a_rank_steps():
         assert found == pytest.approx(each * weights)
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[float]]:
-    """By family of published runs: predicted over measured, less one, with the constants of every prediction."""
-    rows, found = json.loads(PUBLISHED.read_text()), {}
-    for row in rows:
-        run = read_run(row)
-        if run.seconds:
-            total = step_time(run.config, run.plan, run.seq, run.system).total
-            found.setdefault(row["family"], []).append(abs(total / run.seconds - 1))
-    return found
-
-
-def test_korthikantis_runs_are_predicted_to_three_percent(errors):
-    found = errors["Korthikanti 2022, table 5"]
-    assert len(found) == 8
-    assert mean(found) < 0.03
-    assert max(found) < 0.06
-
-
-def test_the_runs_of_2020_are_predicted_to_eight_percent(errors):
-    found = errors["Megatron-LM 2020, weak scaling"]
-    assert len(found) == 12
-    assert mean(found) < 0.08
+@pytest.mark.parametrize(
+    ("family", "count", "average", "most"),
+    [("Korthikanti 2022, table 5", 8, 0.03, 0.06), ("Megatron-LM 2020, weak scaling", 12, 0.08, 0.13)],
+)
+def test_published_runs_are_predicted(family, count, average, most):
+    errors = [abs(run.error) for run in read_runs(PUBLISHED) if run.given["family"] == family]
+    assert len(errors) == count
+    assert mean(errors) < average
+    assert max(errors) < most

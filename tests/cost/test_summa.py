@@ -208,8 +208,5 @@ def test_every_grid_has_a_row(capsys):
         assert format_count(cost.received / 64) in row
         assert format_count(cost.flops) in row
     assert f"from {rows_for_summa(12_288, 49_152, 8):,.0f} tokens on" in lines[-1]
-
-
-def test_what_does_not_divide_says_so(capsys):
     assert run_command(main, ["explain", "grids", "--ranks", "7", "--tokens", "4096"]) == 0
     assert "must be a positive multiple of 7" in capsys.readouterr().out

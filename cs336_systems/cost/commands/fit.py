@@ -63,6 +63,9 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
         raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
     apart = [each for each in found if any(fnmatch.fnmatch(each.run.id, pattern) for pattern in asked.leave_out)]
     fitted = [each for each in found if each not in apart]
+    if not fitted:
+        why = "--leave-out leaves nothing" if found else f"no file has a time of what --use asks for, {', '.join(use)}"
+        raise UserError(f"there is nothing to fit to: {why}")
     result = fit(fitted, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console()
     parts = {"notes": _notes(found), "constants": constants_table(result)}

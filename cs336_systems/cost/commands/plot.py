@@ -10,11 +10,11 @@ from cs336_systems.cost.commands.request import Request, on_command_line, reques
 from cs336_systems.cost.commands.settings import COUNT, FILE, STACK_HELP, MachineOptions, ModelOptions
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.cost.machines import DEFAULT_SYSTEM
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import Plan, StackName
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.cost.runs import TrainingRun
-from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import Case
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import options

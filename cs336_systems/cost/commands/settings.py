@@ -8,11 +8,11 @@ import click
 
 from cs336_systems.cost import machines
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
-from cs336_systems.cost.plan import MODULES, OPTIONS, ORDER, RECOMPUTE, Overlap, Plan
+from cs336_systems.cost.plan import MODULES, OPTIONS, ORDER, RECOMPUTE, Overlap, Plan, StackName
 from cs336_systems.cost.search import LIMIT
 from cs336_systems.cost.search_space import AXES, MOST_GPUS
 from cs336_systems.cost.shape import MOST_CHOICES, read_shape, wider
-from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
+from cs336_systems.cost.stacks import STACKS, usual_stack
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import setting
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, FeedForwardKind, Kernels, ModelConfig, preset
@@ -76,7 +76,10 @@ class ModelOptions:
             "shared_expert": True if self.shared_d_ff else None,
         }
         own = ("size", "year", "context", "head_dim")  # names that the model does not have
-        return wider(self._began(), **{name: value for name, value in changes.items() if name not in own})
+        config = wider(self._began(), **{name: value for name, value in changes.items() if name not in own})
+        if self.expert_every and not config.num_experts:
+            raise UserError("expert_every: the model has no experts: give their number with --num-experts")
+        return config
 
     def _began(self) -> ModelConfig:
         """The model before any change."""
@@ -212,7 +215,7 @@ class MachineOptions:
     def machine(self, stack: str = "megatron") -> System:
         """The machine, with the constants of the file or else the stack, except those measured on the machine itself.
         Raises UserError for a machine that is not known, or a file that has none."""
-        name = self.system or DEFAULT_SYSTEM
+        name = DEFAULT_SYSTEM if self.system is None else self.system
         if self.machine_file and self.system:
             raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")
         if self.machine_file:

@@ -1,7 +1,8 @@
 """Errors on runs that were left out: each stack's constants are fitted to all of its published runs but one group's,
 which is then predicted. A group is a family of runs from one source or, where a stack has few, all runs of one model.
 
-`python -m cs336_systems.cost.fitting.left_out` writes `data/left_out.json`, after a change of runs or constants.
+`python -m cs336_systems.cost.fitting.left_out` writes them into `data/published_runs.json`, after a change of runs or
+constants.
 """
 
 import json
@@ -13,7 +14,7 @@ import numpy as np
 from cs336_systems.cost.domain import FEATURES, features
 from cs336_systems.cost.fitting.calibration import fit
 from cs336_systems.cost.fitting.observations import observe_step
-from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_runs
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_runs
 from cs336_systems.cost.stacks import STACKS, Stack
 
 FAMILIES = 3  # a stack with fewer has models as groups
@@ -63,7 +64,9 @@ def main() -> None:
         low, high = central(inside(ratios, of_stack))
         print(f"{name}: four of five took {low:.3f} to {high:.3f} of the prediction")
         found |= {run: round(ratio, 4) for run, ratio in ratios.items()}
-    LEFT_OUT.write_text(json.dumps(found, indent=0, allow_nan=False) + "\n", encoding="utf-8")
+    rows = [row | {"left_out": found[row["id"]]} for row in json.loads(PUBLISHED.read_text(encoding="utf-8"))]
+    lines = ",\n".join(f" {json.dumps(row, allow_nan=False)}" for row in rows)
+    PUBLISHED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def read_measured(path: Path, given: LogOptions) -> list[Observation]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is neither records nor a training log of this project: {error!r}") from None
+        why = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} is neither records nor a training log of this project: {why}") from None
     if not found:
         raise UserError(
             f"{path} has no timings that the model predicts: those of whole steps, of benchmarks.e2e (mode step or "
