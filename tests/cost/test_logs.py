@@ -218,7 +218,7 @@ def test_how_attention_ran_and_why_it_is_thought_so(changes, options, attention,
 def test_options_count_for_more_than_a_log():
     said = {
         "tp": 4, "dp": 1, "num_layers": 12, "num_kv_heads": 4, "recompute": "full", "zero": 3, "overlap": "data",
-        "precision": "fp32", "batch_size": 64, "dropout": 0.0, "sequence_parallel": True, "size": "tiny",
+        "precision": "fp32", "batch_size": 64, "dropout": 0.0, "sequence_parallel": True, "order": "tp",
     }  # fmt: skip
     run = run_of(block(**arguments()) + iteration(20, 232.5), replace(A100, options=said))
     config, plan = run.config, run.plan
@@ -226,7 +226,7 @@ def test_options_count_for_more_than_a_log():
     assert (plan.tp, plan.dp, plan.zero, plan.overlap, plan.width, plan.global_batch) == (4, 1, 3, "data", 4, 64)
     assert plan.sequence
     assert run.notes[0].endswith("blocks recomputed, gradients summed behind backward, ZeRO 3, 32-bit numbers")
-    assert "--size is not used" in run.notes[1]
+    assert run.notes[1:] == ("--order is not used, since the log has arguments",)
     line = "using world size: 4, data-parallel size: 2, tensor-model-parallel size: 2\n"
     given = LogOptions(A100.system, model_preset("tiny"), Plan(tp=1, dp=4, global_batch=4), {"tp": 1, "dp": 4})
     bare = run_of(line + iteration(20, 232.5), given)
@@ -263,6 +263,14 @@ def test_arguments_of_version_1():
         (block(**arguments(micro_batch_size=None)) + iteration(20, 1.0), A100, "give --micro-batch-size"),
         (block(**arguments(world_size=12)) + iteration(20, 1.0), A100, "world_size 12 is not tp 2 x pp 2 x cp 1 x dp"),
         (block(**arguments(num_attention_heads=15)) + iteration(20, 1.0), A100, "15"),
+        (block(**arguments()) + iteration(20, "1e400"), A100, "x.log: step took inf s, which is no time"),
+        (
+            block(**arguments(num_experts=8, moe_layer_freq="[0,1]")) + iteration(20, 1.0),
+            A100,
+            "[0,1] is no number",
+        ),
+        (block(**arguments(fp8="hybrid")) + iteration(20, 1.0), A100, "A100-40GB has no 8-bit floating-point GEMMs"),
+        (block(**arguments()) + iteration(20, 1.0), replace(A100, options={"precision": "fp8"}), "no 8-bit"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, text, given, words):

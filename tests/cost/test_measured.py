@@ -66,6 +66,23 @@ def test_own_records(tmp_path):
         read_measured(path, LogOptions())
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"samples_ms": [-1.0]}, "tiny 16 x 64 fp32 step: step took -0.001 s, which is no time"),
+        (
+            {"metrics": {"peak_flops_per_s": 0, "bandwidth_bytes_per_s": 4e10}},
+            "bytes/s and cores .* above zero",
+        ),
+    ],
+)
+def test_a_record_that_no_machine_made(tmp_path, changes, says):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record(**changes)))
+    with pytest.raises(UserError, match=says):
+        read_measured(path, LogOptions())
+
+
 def test_a_training_log_of_this_project(tmp_path):
     header = {
         "recipe": {"chunks": 1, "sequence_parallel": False, "zero": 1, "precision": "bf16"},
@@ -87,6 +104,9 @@ def test_a_training_log_of_this_project(tmp_path):
     assert (run.plan.dp, run.plan.zero, run.plan.microbatches, run.plan.width) == (2, 1, 2, 2)
     path.write_text("\n".join(map(json.dumps, lines[:2])))
     with pytest.raises(UserError, match=r"train\.jsonl has no timers: train with --timers"):
+        read_measured(path, A100)
+    path.write_text("\n".join(map(json.dumps, [header | {"seq": "x"}, *lines[2:]])))
+    with pytest.raises(UserError, match="is neither records nor a training log"):
         read_measured(path, A100)
 
 

@@ -19,6 +19,8 @@ from cs336_systems.presets import ModelConfig
 
 _NUMBERS, _ARGUMENTS = KEYS["megatron"], KEYS["options"]
 _SHAPE = {key: _NUMBERS[key].split()[0] for key in ("h", "L", "a", "s")}
+# Options that count besides those of `_ARGUMENTS`.
+_COUNTED = ("recompute", "zero", "overlap", "precision", "attention", "feed_forward", "dropout", "kernels")
 _LONG = 4096  # tokens; scores of longer sequences do not fit into memory
 
 
@@ -54,13 +56,18 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
         config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
     elif logged.says("untie_embeddings_and_output_weights"):
         config = config.override(tied_head=False)
+    every = logged.number("moe_layer_freq")
+    if numbers["experts"] and logged.says("moe_layer_freq") and every is None:
+        freq = logged.arguments["moe_layer_freq"]
+        raise UserError(f"{logged.name}: moe_layer_freq {freq} is no number: give --expert-every")
     overlap = "all" if logged.says("tp_comm_overlap") else "data" if logged.says("overlap_grad_reduce") else "none"
     narrow = options["precision"] != "fp32" if options.get("precision") else logged.says("fp16") or logged.says("bf16")
     plan = plan.override(overlap=options.get("overlap") or overlap, width=2 if narrow else 4)
     asked = {name: options.get(name) for name in ("feed_forward", "dropout", "kernels")}
-    config = config.override(**asked, expert_every=logged.number("moe_layer_freq") or 1)
+    config = config.override(**asked, expert_every=every or 1)
     notes = [_taken(config, plan, why)]
-    notes += ["--size is not used, since the log has arguments"] * ("size" in options)
+    unused = (flag(name) for name in options if name not in (*_ARGUMENTS, *_COUNTED))
+    notes += [f"{name} is not used, since the log has arguments" for name in unused]
     return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
 
 
@@ -149,5 +156,6 @@ def _row(logged: LoggedRun, given: LogOptions, numbers: dict[str, Any]) -> dict[
         "gated": logged.says("swiglu"),
         "recompute": given.options.get("recompute") or recompute,
         "sp": logged.says("sequence_parallel"),
+        "fp8": given.options["precision"] == "fp8" if given.options.get("precision") else logged.says("fp8"),
         "zero": given.options.get("zero", int(logged.says("use_distributed_optimizer"))),
     }

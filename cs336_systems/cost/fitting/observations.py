@@ -7,7 +7,7 @@ of gradients over replicas, and the optimizer.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import log
+from math import inf, log
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -36,12 +36,17 @@ _CHECK = "optimizer-unscale-and-check-inf"  # this timer includes the wait for t
 
 @dataclass(frozen=True)
 class Observation:
-    """Measured seconds of one thing in a run, and their prediction given the constants."""
+    """Measured seconds of one thing in a run, and their prediction given the constants. Raises UserError for a time
+    that is not positive and finite."""
 
     run: TrainingRun
     what: What
     seconds: float
     predict: Callable[[Constants], float]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < inf:
+            raise UserError(f"{self.run.id}: {self.what} took {self.seconds:g} s, which is no time")
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
@@ -161,6 +166,8 @@ def _of_pass(row: Mapping[str, Any], seconds: float, given: LogOptions) -> Itera
     plan = Plan(micro_batch=batch, global_batch=batch, width=_WIDTHS[about["precision"]])
     flops, bandwidth, device = metrics["peak_flops_per_s"], metrics["bandwidth_bytes_per_s"], row["environment"]
     cores, alone = int(device["cores"]) if device["device_type"] == "cpu" else 1, Link(0.0, bandwidth)
+    if min(flops, bandwidth, cores) <= 0:
+        raise UserError(f"{name}: FLOP/s, bytes/s and cores of the machine must be above zero")
     system = System(str(device["device"]), flops, flops, 1.0, bandwidth, 0.0, cores, 1, alone, alone)
     notes = ("the machine is the record's own, not the one asked for",) if given.system else ()
     run = TrainingRun(_as_predicted(model), plan, about["context"], system, name, seconds, notes)
@@ -201,6 +208,7 @@ def _laid_out(
         width=_WIDTHS[row["precision"]],
     )
     run = TrainingRun(_as_predicted(model), plan, row["context"], given.system, name, took)
+    plan.check(run.config, run.seq)
     yield from observe_step(run)
     yield from observe_timers(run, timers)
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan import Plan, StackName
 from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
-from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
