@@ -63,7 +63,7 @@ def parts() -> dict[str, tuple[int, int, int]]:
     return {
         "library without cost, profiling, check": (library, 13_409, 10_500),
         "check": (size["cs336_systems/check"], 2_778, 900),
-        "cost": (size["cs336_systems/cost"], 7_737, 7_500),
+        "cost": (size["cs336_systems/cost"], 7_753, 7_500),
         "profiling": (size["cs336_systems/profiling"], 3_780, 3_500),
         "kernels": (size["kernels"], 2_000, 2_000),
         "README's week-end reading": (lines_of(week_end()), 5_000, 5_000),
