@@ -1,7 +1,8 @@
 """Closed forms of papers against what the library is observed to send and keep.
 
 Tensor parallelism of a block, forward and backward, over N ranks: 8 A (N-1)/N bytes, with A those of one activation
-(batch seq d_model) (arXiv:1909.08053, section 3). Activations that a block keeps: arXiv:2205.05198, table 2.
+(batch seq d_model) (arXiv:1909.08053, section 3). Activations that a block keeps: arXiv:2205.05198, table 2. Expert
+layers by hand: a published evaluation, what fits one GPU, and a dry run.
 """
 
 from dataclasses import replace

@@ -70,10 +70,7 @@ def test_own_records(tmp_path):
     ("changes", "says"),
     [
         ({"samples_ms": [-1.0]}, "tiny 16 x 64 fp32 step: step took -0.001 s, which is no time"),
-        (
-            {"metrics": {"peak_flops_per_s": 0, "bandwidth_bytes_per_s": 4e10}},
-            "bytes/s and cores .* above zero",
-        ),
+        ({"metrics": {"peak_flops_per_s": 0, "bandwidth_bytes_per_s": 4e10}}, "bytes/s and cores .* above zero"),
     ],
 )
 def test_a_record_that_no_machine_made(tmp_path, changes, says):

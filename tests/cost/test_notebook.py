@@ -12,13 +12,7 @@ from rich.console import Console
 
 from cs336_systems.cost.commands.notebook_page import print_notebook
 from cs336_systems.cost.notebook import tables as nb
-from cs336_systems.cost.notebook.tables import (
-    COLUMNS,
-    DIFFERENCES,
-    SUMMED,
-    notebook_tables,
-    show,
-)
+from cs336_systems.cost.notebook.tables import COLUMNS, DIFFERENCES, SUMMED, notebook_tables, show
 
 DATA = Path(__file__).resolve().parents[1] / "files"
 SMALL = nb.Notebook(batch=2, seq=10, d_model=12, d_ff=28, num_heads=4, num_layers=3, tp=2)

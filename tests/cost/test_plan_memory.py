@@ -10,14 +10,7 @@ from click.testing import CliRunner
 from cs336_systems.cost.commands.memory import command
 from cs336_systems.cost.machines import changed, system_preset
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plan_memory import (
-    fits,
-    live_passes,
-    peak_bytes,
-    rank_bytes,
-    unit,
-    usable_memory,
-)
+from cs336_systems.cost.plan_memory import fits, live_passes, peak_bytes, rank_bytes, unit, usable_memory
 from cs336_systems.cost.rank import Rank
 from cs336_systems.cost.step_time import fullest_stages, group_weights, stage_weights
 from cs336_systems.errors import UserError

@@ -1,4 +1,4 @@
-"""The commands that draw the pictures of the cost model: what they refuse and say, and byte-stable files."""
+"""The pictures of the cost model: the numbers behind each, what its command refuses and says, and stable bytes."""
 
 from dataclasses import replace
 
@@ -213,6 +213,3 @@ def test_degrees_that_do_not_divide_are_left_out():
     moe = model_preset("fairseq-moe-15b")
     assert degrees.with_experts(moe) is moe
     assert degrees.with_experts(config).expert_layers == 16
-
-
-# What the pictures have in common.

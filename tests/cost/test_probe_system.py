@@ -1,4 +1,4 @@
-"""This machine as a System: the fit of its GEMM rates, the file that it is written to, and commands that read it."""
+"""Machines: the fit of this one's GEMM rates, files of machines, commands that read them, and presets."""
 
 import json
 from dataclasses import fields, replace
@@ -115,10 +115,9 @@ def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
         read_machine(tmp_path / "none.json")
     with pytest.raises(UserError, match=r"Is a directory$"):
         read_machine(tmp_path)
-    for text in ("{", "[" * 100_000):
-        (tmp_path / "text.json").write_text(text)
-        with pytest.raises(UserError, match="it is not JSON"):
-            read_machine(tmp_path / "text.json")
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(UserError, match="is no machine: it is not JSON"):
+        read_machine(tmp_path / "text.json")
 
 
 def test_a_file_of_before_machines_said_what_overlaps(tmp_path):

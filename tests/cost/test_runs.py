@@ -1,4 +1,4 @@
-"""Runs in a file: how keys are read, the defaults of missing ones, and what `validate` prints."""
+"""Runs in a file: how keys are read, the defaults of missing ones, what `validate` prints, and families of runs."""
 
 import json
 from statistics import mean
@@ -8,15 +8,7 @@ import pytest
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.plan_memory import peak_bytes
-from cs336_systems.cost.runs import (
-    DEFAULTS,
-    PUBLISHED,
-    families,
-    left_out_errors,
-    read_run,
-    read_runs,
-    summed_up,
-)
+from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, families, left_out_errors, read_run, read_runs, summed_up
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

@@ -9,7 +9,6 @@ from statistics import mean
 import pytest
 
 from cs336_systems.cost.__main__ import main
-from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.fitting.calibration import fit
 from cs336_systems.cost.fitting.left_out import central, inside, left_out, published
 from cs336_systems.cost.fitting.observations import observe_step
@@ -73,14 +72,6 @@ def test_runs_that_were_left_out(name, most):
     written = {run.id: kept[run.id] for run in RUNS[name] if run.seconds}
     assert mean(abs(1 / ratio - 1) for ratio in written.values()) <= most
     assert STACKS[name].range == pytest.approx(central(inside(written, RUNS[name])), abs=0.02)
-
-
-def test_four_of_five_published_runs_are_inside_their_range():
-    inside = []
-    for run in (each for some in RUNS.values() for each in some):
-        low, high = time_range(run.step)
-        inside.append(low <= run.seconds <= high)
-    assert mean(inside) >= 0.8
 
 
 def test_memory_of_measured_runs():
