@@ -23,6 +23,7 @@ from benchmarks.records import RESULTS
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import markdown_text
 from tests.support.command_lines import problem_of
+from tests.support.ranks import patience
 from writeup import build as building
 from writeup.book import Book, Citation, choose_machine
 from writeup.compose import Manuscript, compose
@@ -69,7 +70,7 @@ NOT_MEASURED = {
 def build(out: Path, folder: Path = ROOT, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "writeup", "--out", str(out)],
-        cwd=folder, capture_output=True, text=True, timeout=170,
+        cwd=folder, capture_output=True, text=True, timeout=patience(170),
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
