@@ -7,6 +7,7 @@ grew from, `course/` has the accounting questions of a course, and `fitting/` fi
 """
 
 from cs336_systems.cost.capacity import memory
+from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.flops import (
     backward_flops,
     count_parameters,
@@ -14,9 +15,14 @@ from cs336_systems.cost.flops import (
     least_forward_flops,
     recompute_flops,
 )
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.search import search
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step import MODES, Hardware, Mode, predict
+from cs336_systems.cost.step_time import step_time
 
 __all__ = [
-    "MODES", "Hardware", "Mode", "backward_flops", "count_parameters", "forward_flops", "least_forward_flops", "memory",
-    "predict", "recompute_flops",
+    "MODES", "STACKS", "Hardware", "Mode", "Plan", "backward_flops", "count_parameters", "forward_flops",
+    "least_forward_flops", "memory", "predict", "recompute_flops", "search", "step_time", "system_preset", "time_range",
 ]  # fmt: skip

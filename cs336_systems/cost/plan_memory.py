@@ -15,12 +15,12 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from cs336_systems.cost import step_time
 from cs336_systems.cost.machines import GIB, System
 from cs336_systems.cost.operators import operators_of, repeated, vocabulary_rows
 from cs336_systems.cost.plan import BLOCK, Plan
 from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.step_time import GRADIENT, fullest_stages, group_weights, stage_groups, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import interleaved
@@ -44,7 +44,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     plan.check(config, seq)
     if not 0 <= stage < plan.pp:
         raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")
-    shared, owned, _ = step_time.stage_weights(config, plan, seq, stage)
+    shared, owned, _ = stage_weights(config, plan, seq, stage)
     # Memory in flight repeats after as many microbatches as there are stages, so a few times as many are enough.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
     working = plan.only(*BLOCK, "pp", "chunks", "layers", "recompute_nth", microbatches=some)
@@ -59,7 +59,7 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
 def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:
     """(the stage that needs most, its `rank_bytes`). Raises UserError for a plan that does not divide the model."""
     plan.check(config, seq)
-    each = {stage: rank_bytes(config, plan, seq, stage) for stage in step_time.fullest_stages(config, plan)}
+    each = {stage: rank_bytes(config, plan, seq, stage) for stage in fullest_stages(config, plan)}
     fullest = max(each, key=lambda stage: sum(each[stage].values()))
     return fullest, each[fullest]
 
@@ -133,7 +133,7 @@ def _working(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tuple[flo
         kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == plan.chunks - 1 else 0.0))
     live = live_passes(stage, plan.pp, plan.microbatches, plan.chunks)
     activations = max(sum(n * each for n, each in zip(moment, kept, strict=True)) for moment in live)
-    groups = step_time.stage_groups(config, plan, stage)
+    groups = stage_groups(config, plan, stage)
     blocks = [unit(config, alone, seq, group) for group, _ in groups if group in _BLOCKS]
     inside = max(every * each.again + (every - 1) * each.kept + each.inside for each in blocks) if blocks else 0.0
     # Backward frees what the head kept of this microbatch before it comes to the blocks.
@@ -151,7 +151,7 @@ def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
     passes = plan.microbatches * plan.chunks
     return {
         "weights": plan.width * (split if plan.zero == 3 else whole),
-        "gradients": step_time.GRADIENT * (split if plan.zero == 3 or (plan.zero == 2 and passes == 1) else whole),
+        "gradients": GRADIENT * (split if plan.zero == 3 or (plan.zero == 2 and passes == 1) else whole),
         "optimizer": (_MOMENTS + (_MASTER if plan.width < 4 else 0)) * (split if plan.zero else whole),
     }
 
@@ -162,9 +162,9 @@ def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
     if plan.zero < 2 or plan.shards[0] == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
         return 0.0
     rank, sizes = Rank(config, plan.alone(), seq), []
-    for group, times in step_time.stage_groups(config, plan, stage):
-        shared, owned, _ = step_time.group_weights(rank, group)
+    for group, times in stage_groups(config, plan, stage):
+        shared, owned, _ = group_weights(rank, group)
         tied = vocabulary_rows(rank) * config.d_model if group == "head" and config.tied_head and plan.pp == 1 else 0
         sizes += [shared - tied + (owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
     sizes.sort(reverse=True)
-    return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + step_time.GRADIENT * sizes[0]
+    return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + GRADIENT * sizes[0]

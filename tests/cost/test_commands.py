@@ -2,9 +2,11 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.presets import model_preset
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/cost.md"
 GPT = ["--tp", "8", "--sequence-parallel", "--dropout", "0.1"]
 PIPELINE = [*GPT, "--pp", "8", "--chunks", "3", "--recompute", "selective", "--batch-size", "64"]
 EXPERTS = ["--size", "fairseq-moe-15b", "--tp", "2", "--ep", "8", "--dp", "2", "--recompute", "full", "--zero", "1"]
@@ -129,6 +132,15 @@ def test_step_prints_what_it_predicts(printed, name):
     losses = {"at_peak": least, "kernels": products - least, "else": predicted.total - products}
     assert found["losses"] == pytest.approx(losses, rel=1e-12)
     assert f"= {format_seconds(least)} at the peak + " in out
+
+
+def test_the_example_in_python_predicts_what_the_command_does(printed, tmp_path, capsys):
+    example = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(example)
+    step = runpy.run_path(str(tmp_path / "example.py"))["step"]
+    assert "GiB" in capsys.readouterr().out
+    said = "--size", "llama-8b", "--system", "H100", "--dp", "64", "--zero", "3", "--batch-size", "512"
+    assert json.loads(printed("step", *said, "--json"))["seconds"] == step.total
 
 
 @pytest.mark.parametrize("kernels", [[], ["--kernels", "torch"]])

@@ -16,7 +16,6 @@ from statistics import mean
 
 import pytest
 
-from cs336_systems.cost import step_time as module
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import PUBLISHED, read_runs
@@ -25,6 +24,7 @@ from cs336_systems.cost.step_time import (
     data_parallel_seconds,
     optimizer_seconds,
     stage_kinds,
+    stage_seconds,
     stage_weights,
     step_time,
 )
@@ -48,8 +48,8 @@ def predicted(monkeypatch, plan: Plan, forward: list[float], backward: list[floa
     def stage_seconds(config, plan, seq, stage, system):
         return Seconds(forward=forward[stage], backward=backward[stage])
 
-    monkeypatch.setattr(module, "stage_seconds", stage_seconds)
-    monkeypatch.setattr(module, "stage_kinds", lambda config, plan: dict.fromkeys(range(plan.pp), 1))
+    monkeypatch.setitem(step_time.__globals__, "stage_seconds", stage_seconds)
+    monkeypatch.setitem(step_time.__globals__, "stage_kinds", lambda config, plan: dict.fromkeys(range(plan.pp), 1))
     config = replace(GPT, num_layers=plan.pp * plan.chunks, tied_head=False)
     return step_time(config, plan, SEQ, IDLE).total
 
@@ -97,7 +97,7 @@ def test_stages_that_are_alike_are_counted_and_not_computed_anew():
 def test_the_last_stage_has_the_head_and_the_others_wait_for_it():
     plan = plan_of(m=6, pp=3)
     found = step_time(GPT, plan, SEQ, COMPUTES)
-    times = [sum(module.stage_seconds(GPT, plan, SEQ, stage, COMPUTES)) for stage in range(3)]
+    times = [sum(stage_seconds(GPT, plan, SEQ, stage, COMPUTES)) for stage in range(3)]
     assert found.stage == 2
     assert found.total == pytest.approx(6 * times[2] + times[0] + times[1])
     assert found.parts["bubble"] == pytest.approx(times[0] + times[1])

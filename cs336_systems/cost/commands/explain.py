@@ -8,7 +8,6 @@ import click
 from rich.markdown import Markdown
 from rich.table import Table
 
-from cs336_systems.cost import step_time
 from cs336_systems.cost.commands.request import Request, request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
@@ -17,6 +16,15 @@ from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective
+from cs336_systems.cost.step_time import (
+    bucket_size,
+    data_parallel_seconds,
+    gradient_bytes,
+    optimizer_bytes,
+    stage_groups,
+    stage_seconds,
+    stage_weights,
+)
 from cs336_systems.cost.template import new_table, print_page, print_warnings
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, format_count, format_seconds, options
@@ -113,8 +121,8 @@ class Derivation:
         self.request, self.step = request, request.step
         self.plan, self.system = request.plan, request.system
         stage = request.config, request.plan, request.seq, self.step.stage
-        self.stage = step_time.stage_seconds(*stage, request.system)
-        self.parts = request.timed(step_time.stage_groups(request.config, request.plan, self.step.stage))
+        self.stage = stage_seconds(*stage, request.system)
+        self.parts = request.timed(stage_groups(request.config, request.plan, self.step.stage))
         self.peak = self.system.peak(self.plan.number)
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
 
@@ -149,7 +157,7 @@ def _totals(found: Derivation) -> dict[str, Any]:
     collectives = "" if found.axes else None
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
     shard, memory_rate, zero = plan.shards[0], system.memory_rate, plan.zero > 0
-    adamw_bytes, adamw_moved = step_time.optimizer_bytes(plan), parts["optimizer"] * memory_rate
+    adamw_bytes, adamw_moved = optimizer_bytes(plan), parts["optimizer"] * memory_rate
     expected = describe_range(step)
     return locals() | {
         "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
@@ -186,13 +194,13 @@ def _between(found: Derivation) -> dict[str, Any]:
     bubble_share, ideal = step.parts["bubble"] / work, others / (plan.microbatches * plan.chunks)
     sends = step.parts["data-parallel"] > 0
     replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
-    weights = sum(step_time.stage_weights(config, plan, seq, step.stage)[:2])
-    width, alike = 8 * step_time.gradient_bytes(plan), plan.replicas // plan.shards[0]
+    weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
+    width, alike = 8 * gradient_bytes(plan), plan.replicas // plan.shards[0]
     sharded = "" if sends and alike > 1 else None
-    gradients, verb = step_time.gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
+    gradients, verb = gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
-    alone = step_time.data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
-    overlaps, bucket = plan.overlap != "none", step_time.bucket_size(plan.replicas)
+    alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
+    overlaps, bucket = plan.overlap != "none", bucket_size(plan.replicas)
     return locals()
 
 
