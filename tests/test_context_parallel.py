@@ -19,7 +19,7 @@ from cs336_systems.data.corpus import IGNORED, Batch
 from cs336_systems.errors import UserError
 from cs336_systems.layout import Layout
 from cs336_systems.model.attention import SelfAttention
-from cs336_systems.model.blockwise import Visible
+from cs336_systems.model.blockwise import BlockKernel, Rectangle, Visible
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig
@@ -236,6 +236,22 @@ def test_packed_documents_equal_the_documents_apart(positions):
     assert relative(found.flatten(0, 1), torch.cat(pieces), torch.cat(pieces)) < allowed
     for name, parameter in apart.named_parameters():
         assert relative(one.get_parameter(name).grad, parameter.grad, parameter.grad) < allowed, name
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_the_fused_kernel_reads_tensors_of_any_strides(which):
+    """One of q, k, v, gradient and output at a time has its last dim far apart, as rotated heads of 2 have."""
+    whole, draw = Rectangle(slice(None), slice(6), slice(6), True, 0, 0), torch.Generator().manual_seed(which)
+    q, k, v, grad = torch.randn(4, 2, 3, 6, 4, generator=draw, dtype=torch.float64)
+    output, log_sum_exp = BlockKernel("naive").forward(q, k, v, whole)
+    dense = [q, k, v, grad, output]
+    q, k, v, grad, output = (each.mT.contiguous().mT if i == which else each for i, each in enumerate(dense))
+    found = [*BlockKernel("sdpa").forward(q, k, v, whole)]
+    found += BlockKernel("sdpa").backward(grad, q, k, v, output, log_sum_exp, whole)
+    want = [dense[4], log_sum_exp]
+    want += BlockKernel("naive").backward(dense[3], *dense[:3], dense[4], log_sum_exp, whole)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 REFUSALS = {

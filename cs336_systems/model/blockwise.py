@@ -136,7 +136,7 @@ class BlockKernel:
             weights = self._drop((scores - log_sum_exp[..., None]).exp(), at)
             return weights.to(v.dtype) @ v, log_sum_exp
         if self.kind == "sdpa" and q.device.type != "cuda":
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, at.causal)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_dense(q, k, v), 0.0, at.causal)
         return flash_attention(q, k, v, at.causal)
 
     def backward(
@@ -152,13 +152,18 @@ class BlockKernel:
             return grad_scores.to(k.dtype) @ k, grad_scores.to(q.dtype).mT @ q, grad_v
         if self.kind == "sdpa" and q.device.type != "cuda":
             fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            return fused(*given, 0.0, at.causal)
+            return fused(*_dense(*given), 0.0, at.causal)
         return flash_attention_backward(*given, at.causal, True, True)
 
     def _drop(self, weights: Tensor, at: Rectangle) -> Tensor:
         """Dropout of weights (batch heads queries keys)."""
         key = None if self.key is None else self.key[at.rows]
         return drop(weights, self.dropout, key, self.site, (self.first_head, at.query, at.key))
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    """Copy those whose last dim has another stride than the 1 that torch's fused kernel assumes: rotated heads of 2."""
+    return [each if each.stride(-1) == 1 else each.contiguous() for each in tensors]
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
