@@ -20,7 +20,7 @@ from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import new_table, print_page
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import console, options, setting
+from cs336_systems.host.console import console, flag, options, setting
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # factor, too long or too short, that no constants explain
@@ -55,6 +55,8 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     system = machine.machine() if named & {"system", "machine_file"} else None
     model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})
     said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
+    if said and all(file.suffix == ".json" for file in files):
+        raise UserError(f"{flag(min(said))} is for logs: runs in {files[0]} say it themselves; change it there")
     given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
