@@ -1,5 +1,6 @@
 """The measured tables of the README and of docs/, from records: `python -m benchmarks.tables [--write README.md]`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import DEFAULT_YEAR, preset
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
+LONG = re.compile(r"(?:^\|.*\n){28,}", re.MULTILINE)  # a table of 26 rows or more, below its heads
 FIRST = {
     "kernels": "python -m benchmarks.norms",
     "memory": "python -m benchmarks.memory --all-sizes",
@@ -76,12 +78,18 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     return "\n\n".join(tables)
 
 
+def folded(tables: str) -> str:
+    """The tables, long ones folded away below their titles."""
+    fold = "<details>\n<summary>{} rows</summary>\n\n{}\n</details>\n"
+    return LONG.sub(lambda rows: fold.format(rows[0].count("\n") - 2, rows[0]), f"{tables}\n").rstrip("\n")
+
+
 def insert(text: str, tables: str) -> str:
     """The text with the tables between its two marks. Raises UserError if it lacks them."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise UserError(f"the file needs one line {BEGIN} and one line {END}")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n\n{folded(tables)}\n\n{END}{rest.split(END)[1]}"
 
 
 @click.command()

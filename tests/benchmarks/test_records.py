@@ -176,6 +176,9 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     once = insert(page, "new")
     assert once == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     assert insert(once, "new") == once
+    row = "| row |\n"
+    assert "details" not in insert(page, f"Title:\n\n{27 * row}")  # 25 rows below two lines of heads
+    assert f"<summary>26 rows</summary>\n\n{28 * row}\n</details>\n\n{END}" in insert(page, f"Title:\n\n{28 * row}")
     with pytest.raises(UserError, match="the file needs one line"):
         insert("no marks", "new")
     monkeypatch.setattr("benchmarks.tables.measured_tables", lambda results, what: "new")
