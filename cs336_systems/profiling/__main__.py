@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
 
@@ -65,7 +66,8 @@ def report_command(folder: Path) -> None:
 def read_ranks(files: list[Path]) -> list[Trace]:
     """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank.
 
-    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one.
+    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one. Nor
+    does it know the number of ranks: at least as many as the others say, or as have traces.
     """
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:
@@ -73,7 +75,7 @@ def read_ranks(files: list[Path]) -> list[Trace]:
         named = re.search(r"rank[_-]?(\d+)", file.name)
         if "ranks" in trace.chrome and OURS not in trace.chrome:
             raise UserError(f"{file} is merged already; name the traces of single ranks")
-        if named and "rank" not in {**trace.chrome.get("distributedInfo", {}), **trace.ours}:
+        if named and "rank" not in _told(trace):
             trace = replace(trace, rank=int(named[1]))
         if trace.rank in found:
             raise UserError(f"{found[trace.rank][0]} and {file} are both of rank {trace.rank}; name one of them")
@@ -81,7 +83,14 @@ def read_ranks(files: list[Path]) -> list[Trace]:
     runs = {trace.ours["run"]: file for file, trace in found.values() if "run" in trace.ours}
     if len(runs) > 1:
         raise UserError(f"{' and '.join(map(str, list(runs.values())[:2]))} are of different runs; keep those of one")
-    return [found[rank][1] for rank in sorted(found)]
+    traces = [found[rank][1] for rank in sorted(found)]
+    size = max((max(each.world_size, each.rank + 1) for each in traces), default=1)
+    return [each if "world_size" in _told(each) else replace(each, world_size=size) for each in traces]
+
+
+def _told(trace: Trace) -> dict[str, Any]:
+    """What a trace says of its rank."""
+    return {**trace.chrome.get("distributedInfo", {}), **trace.ours}
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile
 
 from cs336_systems.comm import all_gather, all_reduce, reduce_scatter
-from cs336_systems.comm.events import mark
+from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
@@ -116,6 +117,14 @@ def test_what_capture_cannot_do_is_said(tmp_path, capsys):
         with outer.annotate("the outer one goes on"):
             pass
     assert named(read_trace(tmp_path / "a" / trace_name(0)), "the outer one")
+    with pytest.raises(UserError, match="a profiler runs already"), outer, outer:
+        pass
+    assert not is_profiling(), "the outer one has stopped"
+    both = Capture(tmp_path, warmup=1), Capture(tmp_path, warmup=1)
+    with pytest.raises(UserError, match="a profiler runs already"), both[0], both[1], both[0].step(), both[1].step():
+        pass
+    with pytest.raises(UserError, match="has ended Capture's"), Capture(tmp_path), profile():
+        pass
     with pytest.raises(UserError, match="0 steps were taken of 3"), Capture(tmp_path, warmup=2):
         nn.Linear(2, 2)(torch.ones(1, 2))
     capsys.readouterr()

@@ -235,6 +235,7 @@ def test_traces_of_plain_torch_go_by_their_names(tmp_path, capsys):
     code, _, err = merge_command(capsys, str(tmp_path))
     assert (code, err) == (0, "")
     assert len(read_json(tmp_path / "merged.trace.json.gz")["ranks"]) == 2
+    assert [each.world_size for each in read_ranks(trace_files(tmp_path))] == [2, 2]
 
 
 def test_errors_are_one_clear_line(tmp_path, capsys):
@@ -263,6 +264,8 @@ def test_errors_are_one_clear_line(tmp_path, capsys):
     code, _, err = merge_command(capsys, str(tmp_path / "rank0.trace.json"), "--out", str(tmp_path / "no" / "x.json"))
     assert (code, "cannot write" in err) == (2, True)
     assert merge_command(capsys)[0] == 2
+    (tmp_path / "rank0.trace.json.gz").write_bytes(gzip.compress(whole))
+    assert "both of rank 0" in merge_command(capsys, str(tmp_path))[2]
 
 
 def capture_case(group, folder: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks.lib.profiling_record import as_json
 from cs336_systems.host.console import LiteralConsole
 from cs336_systems.host.table import Table, cut
 from cs336_systems.profiling import report
-from cs336_systems.profiling.tables import Spread, pivot, render_markdown, show
+from cs336_systems.profiling.tables import Spread, phase_times, pivot, render_markdown, show
 from tests.profiling.test_breakdown import STEPS
 from tests.profiling.test_operators import GPU
 from tests.support.chrome_events import GLOO, STREAM, event, tag, trace
@@ -42,6 +42,10 @@ def table(text: str, title: str) -> dict[str, list[str]]:
     lines = text.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")]
     return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def test_a_phase_inside_one_of_its_name_counts_once():
+    assert phase_times(trace(tag("forward", 0, 100), tag("forward", 10, 50))) == {"forward": 100_000}
 
 
 def test_markdown():

@@ -28,13 +28,19 @@ def test_times_are_exact_nanoseconds_since_the_epoch():
     trace = parse(chrome(slice_("aten::mm", late, 0.003)))
     assert trace.spans[0].start == BASE + 4_445_598_326_500_421
     assert trace.spans[0].duration == 3
+    assert parse(chrome(slice_("aten::mm", 5, -2))).spans[0].duration == 0
+    with pytest.raises(UserError, match="it has no 'ts'"):
+        parse(chrome({"ph": "X", "name": "aten::mm", "dur": 2.0}))
 
 
 def test_rank_comes_from_ours_or_torch():
     info = {"distributedInfo": {"rank": 3, "world_size": 4}}
     assert (parse(chrome(**info)).rank, parse(chrome(**info)).world_size) == (3, 4)
     assert parse(chrome(cs336={"rank": 2, "world_size": 4})).rank == 2
-    assert parse(chrome()).rank == 0
+    assert (parse(chrome()).rank, parse(chrome(cs336={"rank": 4})).world_size) == (0, 5)
+    for rank, world in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(UserError, match=f"its rank is {rank}, its world_size {world}"):
+            parse(chrome(cs336={"rank": rank, "world_size": world}))
 
 
 def test_sends_and_receives_leave_the_thread_that_posted_them():
