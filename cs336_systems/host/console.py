@@ -115,7 +115,7 @@ def os_errors(doing: str, advice: str = "") -> Iterator[None]:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and is_unread():  # raised by output, not by the block's files
             raise
-        raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
+        raise UserError(f"cannot {doing}: {error.strerror or error}{advice and f'; {advice}'}") from None
 
 
 def format_bytes(count: float) -> str:

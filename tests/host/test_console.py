@@ -4,6 +4,7 @@ import atexit
 import gc
 import itertools
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -105,6 +106,11 @@ def test_infinite_numbers_are_refused(capsys):
 def test_a_users_error_is_one_line(arguments, status, error, capsys):
     assert run_command(command, arguments) == status
     assert capsys.readouterr().err.lstrip("\n") == error
+
+
+def test_an_error_of_the_system_may_have_no_number():
+    with pytest.raises(UserError, match="cannot copy x: the same file"), console.os_errors("copy x"):
+        raise shutil.SameFileError("the same file")
 
 
 def test_a_defect_keeps_its_traceback():

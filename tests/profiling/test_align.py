@@ -137,11 +137,6 @@ def test_collectives_hold_the_offset_in_an_interval():
     assert offsets([other, first]) == {0: Alignment(0, 0, "reference"), 1: want}
 
 
-def test_annotations_of_launch_and_wait_bound_the_offset():
-    found = offsets([trace(0, *own("all-gather", 1, 100, 150, 200)), trace(1, *own("all-gather", 1, 160, 180, 230))])
-    assert found[1] == Alignment(45_000, 85_000, "collectives")  # between 160 - 200 and 230 - 100
-
-
 def test_messages_of_one_number_are_not_one_collective():
     """Rank 0 sends to rank 1, and that to rank 2."""
     assert match([trace(r, *own("send", 1, r, 10, 20), world=3) for r in range(2)]) == []
@@ -191,13 +186,6 @@ def test_without_collectives():
     # Without rank 0 the lowest is the measure.
     assert offsets(met[1:]) == {1: Alignment(0, 0, "reference"), 2: Alignment(SECOND + 10_000, 40_000, "collectives")}
     assert offsets([]) == {}
-
-
-def test_the_line_up_is_believed_where_counting_is_wrong():
-    """Counting matches the wrong spans, which contradict each other."""
-    met = lined_up(0, 1)
-    traces = [trace(0, met, gloo(100, 110), gloo(200, 210)), trace(1, met, gloo(0, 10), gloo(150, 160))]
-    assert offsets(traces)[1] == Alignment(0, 1000, "collectives")
 
 
 def test_contradicting_spans_of_a_backend_are_not_used():

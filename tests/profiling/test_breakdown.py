@@ -139,19 +139,6 @@ def test_experts_are_one_part_and_the_innermost_counts():
     }  # fmt: skip
 
 
-def test_shares():
-    rows = by_name(share_rows(trace(*STEPS)))
-    times = {name: (row.forward, row.backward, row.total) for name, row in rows.items()}
-    assert times == {
-        "matrix products": (40_000, 20_000, 60_000),
-        "RMSNorm": (20_000, 40_000, 60_000),
-        "softmax of attention": (18_000, 12_000, 30_000),
-        "loss": (20_000, 8_000, 28_000),
-    }
-    assert rows["matrix products"].of_forward == pytest.approx(40 / 200)
-    assert rows["matrix products"].share == pytest.approx(60 / 400)
-
-
 def test_softmax_beside_the_products():
     rows = by_name(attention_rows(trace(*STEPS)))
     found = {name: (row.forward, row.forward_flops, row.backward, row.backward_flops) for name, row in rows.items()}

@@ -13,22 +13,15 @@ from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.collectives import flights
-from cs336_systems.profiling.intervals import intersection, length, subtraction, union
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
-from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
-from tests.support import ranks
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files
+from tests.support import chrome_events, ranks
+from tests.support.flame_cases import span as event
 
 FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"
 MAIN, GLOO = 1, 2
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def event(name: str, start: float, end: float, thread: int = MAIN, category: str = "", **args) -> dict:
-    """Times in microseconds, as in the file."""
-    category = category or ("cpu_op" if "::" in name else "user_annotation")
-    place = {"ph": "X", "pid": 9, "tid": thread, "ts": start, "dur": end - start}
-    return {**place, "name": name, "cat": category, "args": args}
 
 
 def kernel(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> dict:
@@ -41,26 +34,13 @@ def met(ahead: float = 0.0) -> dict:
 
 
 def trace(*events: dict, rank: int = 0, host: str = "", **ours) -> Trace:
-    ours = {"rank": rank, "world_size": 2} | ours
-    return parse({"traceEvents": list(events), "host_name": host, "cs336": ours})
+    return replace(chrome_events.trace(*events, **{"rank": rank, "world_size": 2} | ours), host=host)
 
 
 def figures(*events: dict) -> tuple[int, int]:
     found = overlap(trace(*events))
     assert found.communication - found.overlapped == found.exposed
     return found.communication, found.overlapped
-
-
-def test_intervals():
-    assert union([(5, 7), (1, 3), (2, 4), (4, 5), (9, 9), (8, 6)]) == [(1, 7)]
-    assert union([(0, 10), (2, 3), (11, 12)]) == [(0, 10), (11, 12)]
-    assert intersection([(0, 4), (6, 9)], [(3, 7), (8, 20)]) == [(3, 4), (6, 7), (8, 9)]
-    assert intersection([(0, 4)], [(4, 8)]) == []
-    assert subtraction([(0, 10), (12, 14)], [(-5, 1), (3, 4), (9, 13)]) == [(1, 3), (4, 9), (13, 14)]
-    assert subtraction([(0, 4)], []) == [(0, 4)]
-    assert subtraction([(2, 4)], [(0, 9)]) == []
-    assert subtraction([], [(0, 9)]) == []
-    assert length([(1, 3), (10, 15)]) == 7
 
 
 @pytest.mark.parametrize(
@@ -90,42 +70,6 @@ def test_the_fixture_to_the_nanosecond():
     ]
     assert [(f.waited, f.transferred, f.blocked) for f in found] == [(120_500, 439_500, 30_000), (0, 439_500, 30_000)]
     assert not any(f.posted for f in found)
-
-
-def test_a_trace_without_communication_has_no_share():
-    found = overlap(trace(event("aten::mm", 0, 10)))
-    assert (found.communication, found.share, found.exposed) == (0, None, 0)
-    assert overlap(trace()).share is None
-
-
-def test_operators_on_glooos_thread_are_not_computation():
-    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, GLOO)) == (100_000, 0)
-    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, MAIN)) == (100_000, 10_000)
-
-
-def test_two_threads_of_gloo_count_once():
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("gloo:all_reduce", 50, 120, 3)]
-    assert figures(*spans, event("aten::mm", 90, 200)) == (120_000, 30_000)
-
-
-@pytest.mark.parametrize("name", ["aten::slice", "aten::view", "aten::empty", "aten::to", "autograd::engine::node"])
-def test_what_would_launch_no_kernel_is_not_computation(name):
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event(name, 10, 60)]
-    assert figures(*spans) == (100_000, 0)
-    inside = 0 if name == "aten::empty" else 10_000  # a fill that deterministic algorithms add to an allocation
-    assert figures(*spans, event("aten::copy_", 20, 30)) == (100_000, inside), "what a view calls is judged by itself"
-
-
-def test_neither_waits_nor_launches_are_computation():
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("aten::mm", 0, 90)]
-    assert figures(*spans, event("wait all-reduce 0#1", 10, 30)) == (100_000, 70_000)
-    assert figures(*spans, event("launch all-reduce 0#2", 10, 30), event("wait all-reduce 0#1", 40, 50)) == (
-        100_000,
-        60_000,
-    )
-    other = [event("wait all-reduce 0#1", 10, 30, thread=5)]
-    assert figures(*spans, *other) == (100_000, 90_000), "another thread's wait holds nobody up"
-    assert overlap(trace(*spans, *other)).blocked == 20_000
 
 
 def test_what_was_posted_leaves_its_thread_a_thread_that_computes():
@@ -263,11 +207,15 @@ def profiled(tmp_path, kind: str) -> list[Trace]:
 
 @pytest.mark.parametrize("kind", ["naive", "flat", "synchronous"])
 def test_synchronous_reductions_overlap_with_nothing(tmp_path, kind):
-    for each in overlaps(profiled(tmp_path, kind)):
+    traces = profiled(tmp_path, kind)
+    for each in overlaps(traces):
         assert each.communication > 0
         assert each.overlapped == 0
-        assert each.share == 0
         assert each.waited + each.transferred == each.communication
+    if kind == "naive":
+        for each in traces:
+            assert not launched_in(each, "backward")
+            assert launched_in(each, "synchronise") == [*range(8)] * 2
 
 
 def launched_in(trace: Trace, phase: str) -> list[int]:
@@ -292,12 +240,6 @@ def test_buckets_are_launched_while_backward_runs(tmp_path):
         assert later, "backward goes on after the first launch"
         assert first.transfers[0].start > first.start
         assert not launched_in(each, "synchronise")
-
-
-def test_naive_launches_after_backward(tmp_path):
-    for each in profiled(tmp_path, "naive"):
-        assert not launched_in(each, "backward")
-        assert launched_in(each, "synchronise") == [*range(8)] * 2
 
 
 def reduce_in_two_groups(group, folder: str) -> None:
