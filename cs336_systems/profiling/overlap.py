@@ -143,7 +143,8 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
     """The time at which the last rank joined, for every matched span by its identity. Annotated collectives match by
-    the annotation, all others by counting (`align.py`), sends and receives by their launches."""
+    the annotation, all others by counting (`align.py`), sends and receives by their launches. A span that was over by
+    then did not wait: it is a broadcast's source, or counting has matched it wrongly."""
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]
@@ -156,7 +157,8 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
         elif len({len(flight.transfers) for flight in same}) == 1:
             together += map(list, zip(*(flight.transfers for flight in same), strict=True))
     for spans in together:
-        last |= dict.fromkeys(map(id, spans), max(span.start for span in spans))
+        begin = max(span.start for span in spans)
+        last |= {id(span): begin for span in spans if span.end >= begin or id(span) in launched}
     return last | posted
 
 

@@ -124,6 +124,7 @@ def test_recomputed_work_is_its_own_modules():
     assert (up.inclusive.recomputed, up.inclusive.backward) == (0, 20_000)
     assert (block.inclusive.recomputed, block.inclusive.backward, block.calls) == (60_000, 20_000, 1)
     assert rows["model"].inclusive.recomputed == 60_000
+    assert by_name(share_rows(events))["RMSNorm"].backward == 10_000
 
 
 def test_experts_are_one_part_and_the_innermost_counts():

@@ -17,7 +17,7 @@ from cs336_systems.profiling.trace import Trace
 from tests.support.chrome_events import GLOO, MAIN, event, tag, trace
 from tests.support.merged_trace import validate
 
-MORE, END = (1, 3), 200  # a second thread that computes; microseconds
+MORE, GLOOS, END = (1, 3), (GLOO, (1, 4)), 200  # a second thread that computes; gloo's two; microseconds
 PHASES = ("forward", "backward", "optimizer", "synchronise")
 ROWS = dict.fromkeys((*PHASES, "step 0", "model (Net)", "blocks.0 (Block)"), OUTSIDE)
 ROWS |= {"wait all-reduce 0#1 x": "wait all-reduce", "launch all-reduce 0#1 x": "launch all-reduce"}
@@ -36,11 +36,11 @@ def nested(rng: random.Random, start: int, end: int, lane: tuple[int, int], dept
         start = max(last, start + 1)
 
 
-def on_gloos_thread(rng: random.Random) -> Iterator[dict]:
+def on_gloos_thread(rng: random.Random, lane: tuple[int, int]) -> Iterator[dict]:
     start = 0
     while start < END:
         start, end = sorted((rng.randint(start, END), rng.randint(start, END)))
-        yield from (tag("gloo:all_reduce", start, end - start, GLOO), event("aten::mm", start, end - start, GLOO))
+        yield from (tag("gloo:all_reduce", start, end - start, lane), event("aten::mm", start, end - start, lane))
         start = end + 1
 
 
@@ -64,14 +64,14 @@ def computes(names: list[str]) -> bool:
 def test_sums_are_those_of_every_microsecond(seed):
     rng = random.Random(seed)
     threads = [*nested(rng, 0, END, MAIN), *nested(rng, 0, END // 2, MORE)]
-    events = [tag("step 0", 0, END), *threads, *on_gloos_thread(rng)]
+    events = [tag("step 0", 0, END), *threads, *(each for lane in GLOOS for each in on_gloos_thread(rng, lane))]
     rng.shuffle(events)
     found = trace(*events)
     own, total, phases = Counter[str](), Counter[str](), Counter[str]()
     busy, communicating, computing = 0, set(), set()
     for lane, time, names in looks(found):
         busy += 1000
-        if lane == GLOO:
+        if lane in GLOOS:
             communicating.add(time)
             continue
         own[ROWS.get(names[-1], names[-1])] += 1000

@@ -97,6 +97,11 @@ def test_waiting_is_apart_from_transfer():
     assert [each.waited for each in alone] == [None]
 
 
+def test_a_broadcasts_source_does_not_wait_for_who_comes_after_its_end():
+    traces = [trace(met(), event("gloo:broadcast", 50 * r, 50 * r + 30, GLOO), rank=r, host=str(r)) for r in range(2)]
+    assert [(each.waited, each.transferred) for each in overlaps(traces)] == [(0, 30_000), (0, 30_000)]
+
+
 def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
     """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
 
@@ -105,8 +110,8 @@ def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
         for group, begin in enumerate((first, second)):
             name = f"all-reduce {group}#1 group {group}"
             call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
-            ran = event("gloo:all_reduce", begin, begin + 40, GLOO + group, **{"Input Dims": [[8]]})
-            waited = event(f"wait {name}", 10 + group, begin + 41)
+            ran = event("gloo:all_reduce", begin, 160, GLOO + group, **{"Input Dims": [[8]]})
+            waited = event(f"wait {name}", 10 + group, 161)
             spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
         found = trace(*spans, rank=rank, host=str(rank))
         groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
