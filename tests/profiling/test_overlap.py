@@ -105,19 +105,19 @@ def test_a_broadcasts_source_does_not_wait_for_who_comes_after_its_end():
 def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
     """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
 
-    def one(rank: int, first: float, second: float) -> Trace:
+    def one(rank: int, *times: tuple[float, float]) -> Trace:
         spans = [met()]
-        for group, begin in enumerate((first, second)):
+        for group, (begin, end) in enumerate(times):
             name = f"all-reduce {group}#1 group {group}"
             call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
-            ran = event("gloo:all_reduce", begin, 160, GLOO + group, **{"Input Dims": [[8]]})
-            waited = event(f"wait {name}", 10 + group, 161)
+            ran = event("gloo:all_reduce", begin, end, GLOO + group, **{"Input Dims": [[8]]})
+            waited = event(f"wait {name}", 10 + group, end + 1)
             spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
         found = trace(*spans, rank=rank, host=str(rank))
         groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
         return replace(found, chrome=found.chrome | {"distributedInfo": {"pg_config": groups}})
 
-    traces = [one(0, 20, 100), one(1, 120, 30)]
+    traces = [one(0, (20, 130), (100, 140)), one(1, (120, 160), (30, 110))]
     last = last_starts(traces)
     ran = {(each.rank, f.label): f.transfers[0] for each in traces for f in flights(each)}
     assert {key: span.start for key, span in ran.items()} == {
