@@ -148,6 +148,9 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]
+    for matched in match(traces):  # in shared memory only the waits are known, for the ranks that have launched
+        begin = max(span.start for span in matched.spans.values())
+        last |= {id(span): max(span.start, begin) for span in matched.waits.values()}
     posted: dict[int, int] = {}
     for spans in together[:]:
         same = [launched[id(span)] for span in spans if id(span) in launched]

@@ -102,6 +102,16 @@ def test_a_broadcasts_source_does_not_wait_for_who_comes_after_its_end():
     assert [(each.waited, each.transferred) for each in overlaps(traces)] == [(0, 30_000), (0, 30_000)]
 
 
+def test_in_shared_memory_ranks_wait_until_the_last_has_launched():
+    def one(rank: int, *times: tuple[float, float, float]) -> Trace:
+        spans = [event(f"launch all-reduce 0#{i} x", launch, launch + 2) for i, (launch, *_) in enumerate(times)]
+        spans += [event(f"wait all-reduce 0#{i} x", start, end) for i, (_, start, end) in enumerate(times)]
+        return trace(*spans, rank=rank, host="same")
+
+    found = overlaps([one(0, (0, 10, 70), (80, 95, 100)), one(1, (50, 60, 75), (90, 92, 99))])
+    assert [(each.communication, each.waited) for each in found] == [(65_000, 40_000), (22_000, 0)]
+
+
 def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
     """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
 
