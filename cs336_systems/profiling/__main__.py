@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -75,22 +74,18 @@ def read_ranks(files: list[Path]) -> list[Trace]:
         named = re.search(r"rank[_-]?(\d+)", file.name)
         if "ranks" in trace.chrome and OURS not in trace.chrome:
             raise UserError(f"{file} is merged already; name the traces of single ranks")
-        if named and "rank" not in _told(trace):
+        told = {**trace.chrome.get("distributedInfo", {}), **trace.ours}
+        if named and "rank" not in told:
             trace = replace(trace, rank=int(named[1]))
         if trace.rank in found:
             raise UserError(f"{found[trace.rank][0]} and {file} are both of rank {trace.rank}; name one of them")
-        found[trace.rank] = (file, trace)
+        found[trace.rank] = (file, trace if "world_size" in told else replace(trace, world_size=0))
     runs = {trace.ours["run"]: file for file, trace in found.values() if "run" in trace.ours}
     if len(runs) > 1:
         raise UserError(f"{' and '.join(map(str, list(runs.values())[:2]))} are of different runs; keep those of one")
-    traces = [found[rank][1] for rank in sorted(found)]
-    size = max((max(each.world_size, each.rank + 1) for each in traces), default=1)
-    return [each if "world_size" in _told(each) else replace(each, world_size=size) for each in traces]
-
-
-def _told(trace: Trace) -> dict[str, Any]:
-    """What a trace says of its rank."""
-    return {**trace.chrome.get("distributedInfo", {}), **trace.ours}
+    size = max((max(trace.world_size, rank + 1) for rank, (_, trace) in found.items()), default=1)
+    traces = (found[rank][1] for rank in sorted(found))
+    return [trace if trace.world_size else replace(trace, world_size=size) for trace in traces]
 
 
 if __name__ == "__main__":
