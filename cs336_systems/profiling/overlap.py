@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
-from cs336_systems.profiling.collectives import flights
+from cs336_systems.profiling.collectives import flights, on_host
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import COMMUNICATION
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
@@ -80,11 +79,10 @@ def activity(trace: Trace) -> Activity:
     """Find a rank's spans of communication and computation, by the definition for its device."""
     streams = (span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1)
     kernels = grouped(streams, lambda span: bool(KERNEL.search(span.name)))
-    host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
+    host = on_host(trace)
     if kernels:
         # gloo reduces a GPU's tensors as well, on the CPU's threads.
-        gloo = [span for span in host if span.name.startswith("gloo:")]
-        communication, compute = kernels.get(True, gloo), kernels.get(False, [])
+        communication, compute = kernels.get(True, host), kernels.get(False, [])
     else:
         # In shared memory the thread that waits does the work, and the trace has only the wait.
         communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})

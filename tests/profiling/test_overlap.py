@@ -77,6 +77,11 @@ def test_what_was_posted_leaves_its_thread_a_thread_that_computes():
     assert (found.communication, found.overlapped, found.posted) == (110_000, 30_000, True)
 
 
+def test_nccls_spans_on_the_cpu_are_no_communication():
+    """They say only when a kernel was enqueued."""
+    assert figures(event("nccl:all_reduce", 0, 100), event("aten::mm", 0, 90)) == (0, 0)
+
+
 def test_gloo_under_a_gpus_kernels():
     spans = [event("gloo:all_reduce", 0, 100, GLOO), kernel("gemm", 40, 60), event("aten::mm", 0, 90)]
     assert figures(*spans) == (100_000, 20_000)
