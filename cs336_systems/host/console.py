@@ -115,13 +115,13 @@ def os_errors(doing: str, advice: str = "") -> Iterator[None]:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and is_unread():  # raised by output, not by the block's files
             raise
-        raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
+        raise UserError(f"cannot {doing}: {error.strerror or error}{advice and f'; {advice}'}") from None
 
 
 def format_bytes(count: float) -> str:
     """Format 1536 as `1.5 KiB`: binary units, as for memory."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if abs(count) < 1023.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
@@ -142,13 +142,11 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
+    if not seconds < 48 * 3600 - 0.5:  # also NaN
+        days = seconds / 86400
+        return f"{days:.1f} days" if days < 730 else f"{days / 365.25:,.1f} years"
     whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    days = seconds / 86400
-    return f"{days:.1f} days" if days < 730 else f"{days / 365.25:,.1f} years"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class _TimeLeft:

@@ -5,6 +5,7 @@ import gc
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -50,15 +51,31 @@ def available_memory(device: torch.device) -> int:
     """Bytes that a program started now could use: free memory of the GPU, or of this container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not (meminfo := _fields("/proc/meminfo")):  # not Linux: half of the installed memory is a fair guess
+    if not (free := _fields("/proc/meminfo").get("MemAvailable")):  # not Linux: half of the memory is a fair guess
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    try:  # a container (cgroup v2) may take its limit less its use, except file cache that it can drop
-        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
-    except OSError:
-        return free
-    cache = dict(line.split() for line in stat.splitlines()).get("inactive_file", 0)
-    return min(free, int(limit) - int(used) + int(cache)) if limit.strip().isdigit() else free
+    return max(0, min([int(free.split()[0]) * 1024, *_room_in_groups()]))
+
+
+# Files and statistic of Linux's control groups, versions 2 and 1: limit, use, and file cache that can be dropped.
+GROUPS = {
+    "": ("max", "current", "inactive_file"),
+    "memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _room_in_groups() -> list[int]:
+    """Bytes left below every limit of this process's control groups and those around, as of a container or a job."""
+    rooms = []
+    for place in _fields("/proc/self/cgroup").values():  # such as `memory:/docker/1`, and in version 2 `:/job_1`
+        controller, _, path = place.partition(":/")
+        inner = Path("/sys/fs/cgroup", controller, path)
+        for folder in (inner, *inner.parents) if controller in GROUPS else ():
+            limit, used, cache = GROUPS[controller]
+            with suppress(OSError):
+                room, use, stat = ((folder / f"memory.{name}").read_text() for name in (limit, used, "stat"))
+                if room.strip().isdigit():
+                    rooms.append(int(room) - int(use) + int(dict(map(str.split, stat.splitlines())).get(cache, 0)))
+    return rooms
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -24,8 +24,9 @@ def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
         for column in form.columns:
             breaks = column.justify == "left" and not column.no_wrap
             head, *cells = (Measurement.get(console, endless, text) for text in (column.header, *column.cells))
-            # Heads may be wrapped between words, numbers not.
-            column.min_width = max([head.minimum, *(each.minimum if breaks else each.maximum for each in cells)])
+            # Heads may be wrapped between words, numbers not; what may not be wrapped would be cut.
+            room = head.maximum if column.no_wrap else head.minimum
+            column.min_width = max([room, *(each.minimum if breaks else each.maximum for each in cells)])
             widths.append(max(each.maximum for each in (head, *cells)))
         excess = options.max_width - Measurement.get(console, endless, form).minimum
         if excess >= 0:
@@ -49,7 +50,7 @@ def _turned(table: Table, texts: list[list[Any]]) -> Table:
     heads, *rows = zip(*texts, strict=True)
     found = _like(table, head=True)
     for number, head in enumerate(heads):
-        found.add_column(head, justify="right" if number else "left", no_wrap=True)
+        found.add_column(head, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         found.add_row(*row)
     return found

@@ -65,7 +65,8 @@ def report_command(folder: Path) -> None:
 def read_ranks(files: list[Path]) -> list[Trace]:
     """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank.
 
-    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one.
+    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one. Nor
+    does it know the number of ranks: at least as many as the others say, or as have traces.
     """
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:
@@ -73,15 +74,18 @@ def read_ranks(files: list[Path]) -> list[Trace]:
         named = re.search(r"rank[_-]?(\d+)", file.name)
         if "ranks" in trace.chrome and OURS not in trace.chrome:
             raise UserError(f"{file} is merged already; name the traces of single ranks")
-        if named and "rank" not in {**trace.chrome.get("distributedInfo", {}), **trace.ours}:
+        told = {**trace.chrome.get("distributedInfo", {}), **trace.ours}
+        if named and "rank" not in told:
             trace = replace(trace, rank=int(named[1]))
         if trace.rank in found:
             raise UserError(f"{found[trace.rank][0]} and {file} are both of rank {trace.rank}; name one of them")
-        found[trace.rank] = (file, trace)
+        found[trace.rank] = (file, trace if "world_size" in told else replace(trace, world_size=0))
     runs = {trace.ours["run"]: file for file, trace in found.values() if "run" in trace.ours}
     if len(runs) > 1:
         raise UserError(f"{' and '.join(map(str, list(runs.values())[:2]))} are of different runs; keep those of one")
-    return [found[rank][1] for rank in sorted(found)]
+    size = max((max(trace.world_size, rank + 1) for rank, (_, trace) in found.items()), default=1)
+    traces = (found[rank][1] for rank in sorted(found))
+    return [trace if trace.world_size else replace(trace, world_size=size) for trace in traces]
 
 
 if __name__ == "__main__":

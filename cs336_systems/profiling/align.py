@@ -7,7 +7,8 @@ since collectives of a group run in order. Spans that could belong to several gr
 Two facts bound a clock's offset. No rank leaves an all-reduce before every rank has entered it (`_most_ahead`), and
 `Capture` adds one for this, its line-up. And ranks on one host read one clock. If the two intervals overlap, they are
 intersected; if not, the second is dropped, for two machines may share a host's name. The offset is the middle of the
-remaining interval, the bound half of its width.
+remaining interval, the bound half of its width. Clocks that drift apart leave no offset that is right all the time:
+then the bounds are widened by the most that clocks drift while the collectives last.
 """
 
 import re
@@ -26,6 +27,8 @@ from cs336_systems.profiling.trace import Span, Trace, once
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
 ONE_CLOCK = (-2 * CONVERSION, 2 * CONVERSION)  # offsets that may be seen between ranks that read one clock
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
+MESSAGES = ("send", "receive")  # their numbers are those of a pair of ranks, which the annotation does not name
+DRIFT = 10_000  # nanoseconds in which two clocks may drift apart by one
 
 
 @dataclass
@@ -60,7 +63,7 @@ def _annotated(traces: list[Trace]) -> Iterable[Matched]:
         blocking = not any(span.category == "kernel" for span in transfers(trace))
         # The call of torch.distributed; an empty tensor is not sent.
         sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
-        for about, span in trace.collectives:
+        for about, span in (each for each in trace.collectives if each[0].verb not in MESSAGES):
             key = about.key, ranks.get(about.group, "")  # halves of a split may share a name
             matched = found.setdefault(key, Matched(about.key, {}, joins=True))
             if about.action == "launch":
@@ -141,16 +144,18 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
 def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]:
     """Bounds of every clock against the first rank's, for the ranks that collectives connect to it."""
     sure = [matched for matched in matches if matched.joins]
+    mine = [each.spans[first] for each in sure if first in each.spans]
+    lasted = max((span.end for span in mine), default=0) - min((span.start for span in mine), default=0)
     # Spans of a backend are matched by counting, which may be one off: then only our own are used.
-    for believed in (sure, [matched for matched in sure if matched.waits]):
-        ahead = _most_ahead(believed)
-        if all(ahead[a, b] >= 0 for a, b in ahead if a == b):
+    for drift, believed in product((0, lasted // DRIFT), (sure, [matched for matched in sure if matched.waits])):
+        ahead = _most_ahead(believed, drift)
+        if ahead and all(ahead[a, b] >= 0 for a, b in ahead if a == b):
             return {b: (-ahead[b, a], ahead[a, b]) for a, b in ahead if a == first != b and (b, a) in ahead}
     return {}
 
 
-def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
-    """Upper bound, for ranks (a, b), of how far b's clock is ahead of a's.
+def _most_ahead(matches: list[Matched], drift: int) -> dict[tuple[int, int], int]:
+    """Upper bound, for ranks (a, b), of how far b's clock is ahead of a's, which changes by `drift` at most.
 
     If a's span starts at start_a and b's ends at end_b, each on its own clock, clock_b - clock_a <= end_b - start_a.
     The tightest bounds that follow from all such constraints are the shortest paths between ranks (Floyd and Warshall):
@@ -160,7 +165,7 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
     for matched in matches:
         for a, b in product(matched.spans, matched.spans):
             if a != b and (leaving := matched.leaving(b)):
-                weight = leaving.end - matched.spans[a].start
+                weight = leaving.end - matched.spans[a].start + drift
                 ahead[a, b] = min(ahead.get((a, b), weight), weight)
     ranks = sorted({rank for pair in ahead for rank in pair})
     for via, a, b in product(ranks, ranks, ranks):

@@ -30,6 +30,8 @@ NO_WORK = (
     "note: Capture saw no work in this process, and sees none of processes that start inside of it: put it into the "
     "function that mp.spawn starts"
 )
+RUNS_ALREADY = "a profiler runs already, and there can be only one"
+ENDED = "another profiler, started inside of Capture, has ended Capture's: there can be only one"
 
 
 class Capture:
@@ -76,10 +78,10 @@ class Capture:
         self.device = torch.device(device or default)
 
     def __enter__(self) -> "Capture":
-        self.taken, self.stepwise, self.running = 0, False, False
         self.place = current_place(self.group)
         with ExitStack() as cleanup:  # if this fails, __exit__ is not called
             self._prepare()
+            self.taken, self.stepwise, self.running = 0, False, False
             if self.tags:
                 cleanup.enter_context(tag_modules(self.annotate, self.model))
             if not self.warmup:
@@ -95,7 +97,7 @@ class Capture:
         except OSError as error:
             problem = f"cannot write to {self.folder}: {error.strerror}; choose another folder"
         if is_profiling():
-            problem = "a profiler runs already, and there can be only one"
+            problem = RUNS_ALREADY
         said = agree("profiling", problem or str(time.time_ns()), self.group) if self.group is not None else [problem]
         if problem := problem or next((each for each in said if each and not each.isdigit()), ""):
             raise UserError(problem)
@@ -103,6 +105,8 @@ class Capture:
             self.meta = {"run": said[0]} | self.meta  # the same on all ranks of a run
 
     def _start(self) -> None:
+        if is_profiling():  # since the warm-up; torch would crash
+            raise UserError(RUNS_ALREADY)
         # The first annotation imports a module whose frames would be garbage in the trace (pytorch issue 113564).
         with record_function("warm-up"):
             pass
@@ -122,7 +126,7 @@ class Capture:
 
     def _stop(self) -> None:
         self._synchronise()
-        self.running = False
+        self.running, self.ended = False, not is_profiling()
         with quiet_profiler():
             self.profiler.stop()
 
@@ -181,6 +185,8 @@ class Capture:
                     mark(held.category, held.address)
 
     def _write(self) -> None:
+        if self.ended:  # it has no events; torch would crash
+            raise UserError(ENDED)
         path = self.folder / trace_name(self.place.rank)
         with os_errors(f"write {path}"):
             with TemporaryDirectory() as scratch:

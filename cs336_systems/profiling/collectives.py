@@ -163,9 +163,12 @@ def transfers(trace: Trace) -> list[Span]:
     """A backend's own spans: gloo's on its threads, NCCL's kernels, or what the profiler draws over those."""
     kernels = [span for span in trace.spans if span.category == "kernel" and KERNEL.search(span.name)]
     over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
-    # On the CPU a span of NCCL's says only when the kernel was enqueued.
-    host = [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
-    return sorted([*(kernels or over), *host], key=lambda span: span.start)
+    return sorted([*(kernels or over), *on_host(trace)], key=lambda span: span.start)
+
+
+def on_host(trace: Trace) -> list[Span]:
+    """A backend's spans on the CPU's threads. NCCL's are none: they say only when a kernel was enqueued."""
+    return [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
 
 
 @once

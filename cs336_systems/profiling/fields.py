@@ -15,7 +15,7 @@ ID, RANKS = ((int, str, float, bool, type(None)), 0), ((int,), 2**20)
 EVENT: dict[str, Kind] = {"ph": NAME, "name": NAME, "cat": NAME, "ts": TIME, "dur": TIME, "args": DICT}
 EVENT |= dict.fromkeys(("pid", "tid", "id"), ID)
 ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # other arguments may have any type
-MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES}
+MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES, "Device Id": ID}
 IDS = frozenset(ID[0])
 HEAD: dict[str, Kind] = {"baseTimeNanoseconds": ((int,), MOST), "host_name": NAME, "distributedInfo": DICT, OURS: DICT}
 ROWS = {"held": (str, int, int, str), "marks": (int, str, int)}
@@ -38,7 +38,8 @@ def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
     if type(event) is not tuple:
         check(event, EVENT)
         name = event["name"] if event["ph"] == "X" else event.get("name")
-        pid, tid, time, duration = event.get("pid"), event.get("tid"), event.get("ts", 0), event.get("dur", 0)
+        time = event["ts"] if event["ph"] == "X" else event.get("ts", 0)
+        pid, tid, duration = event.get("pid"), event.get("tid"), event.get("dur", 0)
         return event["ph"], event.get("cat", ""), name, pid, tid, time, duration, event.get("args", {})
     types, most = tuple(map(type, event)), TIME[1]
     if types not in usual or not (-most < event[5] < most and -most < event[6] < most):
@@ -48,10 +49,13 @@ def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
 
 
 def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a trace about its rank, torch's and ours. Raises TypeError for a field of another type."""
+    """The fields of a trace about its rank, torch's and ours. Raises TypeError for a field of another type, and
+    ValueError for a rank that there cannot be."""
     check(chrome, HEAD)
     found = chrome.get("distributedInfo", {}) | chrome.get(OURS, {})
     check(found, RANK)
+    if not 0 <= found.get("rank", 0) < found.get("world_size", MOST):
+        raise ValueError(f"its rank is {found.get('rank', 0)}, its world_size {found.get('world_size', 'unknown')}")
     for group in found.get("pg_config", ()):
         if not isinstance(group, dict) or not isinstance(group.get("ranks", []), list):
             raise TypeError(f"its pg_config has {group!r:.40}")

@@ -82,12 +82,13 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     """
     roots = {lane: Frame(name) for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
     steps, short = timeline(trace).steps, without_layer_numbers if collapse_blocks else str
+    step_at = phase_at(steps)
     tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roots)
     places: dict[Node, Place] = {}
     for lane, root in roots.items():
         for node in nested(trace)[lane]:
             parent = places[node.parent] if node.parent else (root, None)
-            outside = steps and root.name == MAIN and phase_at(steps, node.span.start) == "other"
+            outside = steps and root.name == MAIN and step_at(node.span.start) == "other"
             left_out = node.span.category == FRAME and (outside or _is_foreign(node.span.name, tagged))
             places[node] = place = parent if left_out else _place(node, parent, short)
             if clock == "cpu":

@@ -118,8 +118,12 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
             changes[block.last, place] -= block.nbytes
     amounts = changes.cumsum(axis=0)
     if device == "cuda" and events:
-        known = np.array([events[0].total - events[0].nbytes, *(event.total for event in events)])
-        amounts[:, -1] = np.maximum(0, known - amounts[:, :-1].sum(axis=1))
+        of_gpus = {event.number: event.total - event.nbytes for event in reversed(events)}
+        known = [sum(of_gpus.values())]
+        for event in events:
+            of_gpus[event.number] = event.total
+            known.append(sum(of_gpus.values()))
+        amounts[:, -1] = np.maximum(0, np.array(known) - amounts[:, :-1].sum(axis=1))
     totals = amounts.sum(axis=1).tolist()
     return MemoryTimeline(device, times, amounts.tolist(), totals, blocks, found.phases, found.steps)
 
@@ -199,10 +203,11 @@ class Source:
 def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]:
     """Group blocks that are alike; the most bytes first."""
     counts: Counter[tuple[str, str, str, str, str, int]] = Counter()
+    phase_of = phase_at(memory.phases)
     for block in blocks:
         origin = block.origin
         phase = origin.phase if origin is not None else "other"
-        phase = phase_at(memory.phases, memory.times[block.first]) if phase == "other" else phase
+        phase = phase_of(memory.times[block.first]) if phase == "other" else phase
         phase = "before profiling" if not block.first else "between phases" if phase == "other" else phase
         counts[block.category, phase, *(_origin(origin) if origin else ("", "", "")), block.nbytes] += 1
     found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())

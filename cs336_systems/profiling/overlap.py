@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
-from cs336_systems.profiling.collectives import flights
+from cs336_systems.profiling.collectives import flights, on_host
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import COMMUNICATION
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
@@ -80,11 +79,10 @@ def activity(trace: Trace) -> Activity:
     """Find a rank's spans of communication and computation, by the definition for its device."""
     streams = (span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1)
     kernels = grouped(streams, lambda span: bool(KERNEL.search(span.name)))
-    host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
+    host = on_host(trace)
     if kernels:
         # gloo reduces a GPU's tensors as well, on the CPU's threads.
-        gloo = [span for span in host if span.name.startswith("gloo:")]
-        communication, compute = kernels.get(True, gloo), kernels.get(False, [])
+        communication, compute = kernels.get(True, host), kernels.get(False, [])
     else:
         # In shared memory the thread that waits does the work, and the trace has only the wait.
         communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
@@ -143,10 +141,14 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
     """The time at which the last rank joined, for every matched span by its identity. Annotated collectives match by
-    the annotation, all others by counting (`align.py`), sends and receives by their launches."""
+    the annotation, all others by counting (`align.py`), sends and receives by their launches. A span that was over by
+    then did not wait: it is a broadcast's source, or counting has matched it wrongly."""
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]
+    for matched in match(traces):  # in shared memory only the waits are known, for the ranks that have launched
+        begin = max(span.start for span in matched.spans.values())
+        last |= {id(span): max(span.start, begin) for span in matched.waits.values()}
     posted: dict[int, int] = {}
     for spans in together[:]:
         same = [launched[id(span)] for span in spans if id(span) in launched]
@@ -156,7 +158,8 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
         elif len({len(flight.transfers) for flight in same}) == 1:
             together += map(list, zip(*(flight.transfers for flight in same), strict=True))
     for spans in together:
-        last |= dict.fromkeys(map(id, spans), max(span.start for span in spans))
+        begin = max(span.start for span in spans)
+        last |= {id(span): begin for span in spans if span.end >= begin or id(span) in launched}
     return last | posted
 
 

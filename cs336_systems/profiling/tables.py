@@ -11,6 +11,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
 from cs336_systems.profiling.names import PHASES
+from cs336_systems.profiling.nesting import outermost
 from cs336_systems.profiling.operators import collective_rows, device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import EARLIER, Trace
@@ -154,9 +155,9 @@ def _about(traces: Sequence[Trace]) -> str:
 def phase_times(trace: Trace) -> Counter[str]:
     """Nanoseconds of the host in each phase."""
     found: Counter[str] = Counter()
-    for node in timeline(trace).busy:
-        if node.span.category == "user_annotation" and node.span.name in PHASES:
-            found[node.span.name] += node.duration
+    for node, name, first in outermost(timeline(trace).busy, lambda node: node.span.name):
+        if first and node.span.category == "user_annotation" and name in PHASES:
+            found[name] += node.duration
     return found
 
 

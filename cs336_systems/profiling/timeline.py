@@ -10,8 +10,9 @@ while the main thread is blocked inside `backward`: then only autograd's thread 
 
 import re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -120,13 +121,14 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
+    phase_of = phase_at(phases)
     for node in nodes:
         if (up := node.parent) is not None:
             node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
             node.outer = up.outer if up.span.category == FRAME else up
         elif node.span.lane in engines:
             # Autograd's thread on a GPU works during the phases of the thread that waits for it.
-            node.phase = phase_at(phases, node.span.start)
+            node.phase = phase_of(node.span.start)
         if node.span.category == "user_annotation":
             _enter(node)
         if node.span.name.startswith(ENGINE):
@@ -176,10 +178,19 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
     return apart
 
 
-def phase_at(phases: list[Span], time: int) -> str:
-    """The name of the phase that began last, if it is still under way at that time, or else "other"."""
-    place = bisect_right(phases, time, key=lambda phase: phase.start)
-    return phases[place - 1].name if place and time < phases[place - 1].end else "other"
+def phase_at(phases: list[Span]) -> Callable[[int], str]:
+    """A function of a time: the name of the phase that began last of those under way then, or "other"."""
+    starts, latest = [phase.start for phase in phases], list(accumulate((phase.end for phase in phases), max))
+
+    def find(time: int) -> str:
+        place = bisect_right(starts, time)
+        while place and time < latest[place - 1]:  # no earlier one ends later
+            place -= 1
+            if time < phases[place].end:
+                return phases[place].name
+        return "other"
+
+    return find
 
 
 def _enter(node: Node) -> None:

@@ -116,13 +116,13 @@ def _blocks(trace: Trace) -> list[Bar]:
 
 def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
     """Bars of the computation by stream, with the phase in which a CPU thread launched it."""
-    phases = timeline(trace).phases
+    phase_of = phase_at(timeline(trace).phases)
     result: dict[str, list[Bar]] = {}
     for span in activity(trace).compute:
         call = trace.calls.get(span.args.get("correlation"), span)
         if window[0] <= call.start < window[1]:
             track = f"stream {span.args.get('stream')}" if span.category == "kernel" else "operators"
-            result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase_at(phases, call.start)))
+            result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase_of(call.start)))
     return result
 
 

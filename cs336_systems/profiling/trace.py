@@ -1,9 +1,9 @@
 """Reads one rank's trace from the Chrome-trace JSON that torch.profiler writes, with or without `Capture`.
 
-Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading corrects two
-faults of torch.profiler: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), and the
-spans of gloo's sends and receives, which are on the thread that posted them although they last until the end of the
-wait; they get lanes of their own.
+Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading corrects three
+faults of torch.profiler: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), negative
+durations, which become 0, and the spans of gloo's sends and receives, which are on the thread that posted them although
+they last until the end of the wait; they get lanes of their own.
 """
 
 import gc
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """One event of an allocator: `nbytes` is negative when memory is freed. `total` is the allocator's own sum."""
+    """One event of an allocator: `nbytes` is negative when memory is freed. `total` is its own sum, of GPU `number`."""
 
     time: int
     address: int
@@ -74,6 +74,7 @@ class Allocation(NamedTuple):
     device: str  # cpu or cuda
     total: int
     lane: Lane
+    number: Any
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,9 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
 
 
 @uncollected()
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path | str) -> Trace:
     """Read one rank's trace. Raises UserError for a file that is no trace."""
-    trace = parse(read_json(path, slim()), path)
+    trace = parse(read_json(Path(path), slim()), Path(path))
     trace.chrome["traceEvents"].clear()
     return trace
 
@@ -231,12 +232,12 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
                     check(args, ARGS)
                 if category in FORMERLY:
                     category = "user_annotation" if ANNOTATION.match(name) else FORMERLY[category]
-                spans.append(Span(name, category, time, time + round(1000 * duration), lane, args))
+                spans.append(Span(name, category, time, time + max(0, round(1000 * duration)), lane, args))
             elif phase == "i" and name == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
                 check(args, MEMORY)
                 address, nbytes, total = (args[key] for key in ("Addr", "Bytes", "Total Allocated"))
                 device = "cpu" if args["Device Type"] == 0 else "cuda"
-                allocations.append(Allocation(time, address, nbytes, device, total, lane))
+                allocations.append(Allocation(time, address, nbytes, device, total, lane, args.get("Device Id")))
             elif phase == "M" and name == "thread_name":
                 check(args, {"name": NAME})
                 threads[lane] = args["name"]
@@ -252,7 +253,8 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     spans = [span._replace(lane=posted[id(span)]) if id(span) in posted else span for span in spans]
     spans = sorted(_earlier_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
-    rank, world, host = info.get("rank", 0), info.get("world_size", 1), chrome.get("host_name", "")
+    rank, host = info.get("rank", 0), chrome.get("host_name", "")
+    world = info.get("world_size", rank + 1)
     return Trace(spans, allocations, flows, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
 
 
@@ -276,12 +278,12 @@ def trace_name(rank: int) -> str:
     return f"rank{rank}.trace.json.gz"
 
 
-def trace_files(folder: Path) -> list[Path]:
+def trace_files(folder: Path | str) -> list[Path]:
     """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if none."""
-    name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
-    found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
-    foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
+    name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("*.trace.json*"))
+    found = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
+    foreign = [path for path in inside if path.name.endswith((".pt.trace.json", ".pt.trace.json.gz"))]
     if not found and not foreign:
         how = "make some with benchmarks/profiling_run.py --out"
         raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
-    return [found[rank] for rank in sorted(found)] or foreign
+    return [path for _, path in found] or foreign

@@ -4,6 +4,7 @@ import atexit
 import gc
 import itertools
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_numbers_are_readable():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
-        "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 TiB",
+    assert [format_bytes(n) for n in (0, 1023, 1536, 2**20 - 1, 5 * 2**30, 3 * 2**40)] == [
+        "0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5.0 GiB", "3.0 TiB",
     ]  # fmt: skip
     assert [format_count(n) for n in (7, 92_700_000, 1.49e9, 2e15)] == ["7", "92.7 M", "1.49 G", "2 P"]
     assert [format_count(n, billion="B") for n in (1.49e9, 999_600)] == ["1.49 B", "1 M"]
@@ -46,6 +47,7 @@ def test_numbers_are_readable():
         "2 min 0 s",
         "1 h 0 min",
     ]
+    assert [format_seconds(float(s)) for s in ("inf", "nan")] == ["inf years", "nan years"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ def test_infinite_numbers_are_refused(capsys):
 def test_a_users_error_is_one_line(arguments, status, error, capsys):
     assert run_command(command, arguments) == status
     assert capsys.readouterr().err.lstrip("\n") == error
+
+
+def test_an_error_of_the_system_may_have_no_number():
+    with pytest.raises(UserError, match="cannot copy x: the same file"), console.os_errors("copy x"):
+        raise shutil.SameFileError("the same file")
 
 
 def test_a_defect_keeps_its_traceback():

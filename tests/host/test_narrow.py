@@ -52,6 +52,18 @@ def test_a_table_is_turned_before_it_is_written_row_by_row():
     assert len(printed(118)) < len(printed(80)) < len(printed(40))
 
 
+def test_a_head_that_may_not_be_wrapped_is_not_cut():
+    wide = Table()
+    for head in ("some operator", "another operator", "a third"):
+        wide.add_column(head, no_wrap=True)
+    wide.add_row("two words", "no operator: gemm", "2")
+    for width in range(20, 60):
+        console = LiteralConsole(width=width)
+        with console.capture() as shown:
+            console.print(wide)
+        assert "…" not in shown.get(), width
+
+
 def test_words_are_wrapped_between_words():
     shown = [re.split("[┃│]", line)[-2].strip() for line in printed(135, "words") if line[0] in "┃│"]
     assert shown[1] == "parameters 3.2"

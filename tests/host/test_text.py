@@ -141,8 +141,8 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-@pytest.fixture
-def report(tmp_path):
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
     """The folder of a report on two ranks, every name in whose traces is hostile, and what was printed."""
     names = [f"{text} {number}" for number, text in enumerate(HOSTILE)]
     events = [tag("step 0", 0, 3000), tag("forward", 0, 2000), tag("backward", 2000, 500)]
@@ -158,9 +158,9 @@ def report(tmp_path):
     ]  # fmt: skip
     said = {"size": EVERYTHING, "wrapper": EVERYTHING, "device": EVERYTHING, "world_size": 2, "steps": 1}
     traces = [trace(*events, rank=rank, **said) for rank in range(2)]
-    out = StringIO()
-    write_report(tmp_path, traces, LiteralConsole(file=out, width=200))
-    return tmp_path, out.getvalue()
+    folder, out = tmp_path_factory.mktemp("report"), StringIO()
+    write_report(folder, traces, LiteralConsole(file=out, width=200))
+    return folder, out.getvalue()
 
 
 def test_the_report_of_a_profile(report):

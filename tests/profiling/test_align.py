@@ -85,7 +85,7 @@ def test_nothing_is_counted_across_two_groups_of_the_same_ranks():
 
 
 def test_results_are_cached_for_exactly_the_traces_they_were_made_of():
-    first, second, third = (trace(r, *own("all-reduce", 1, 10 * r, 50, 90)) for r in range(3))
+    first, second, third = (trace(r, *own("all-reduce", 1, 10 * r, 50, 90), world=3) for r in range(3))
     assert match([first, second]) is match([first, second])
     assert [sorted(each.spans) for each in match([first, third])] == [[0, 2]]
     assert sorted(offsets([first, second])) == [0, 1]
@@ -137,9 +137,18 @@ def test_collectives_hold_the_offset_in_an_interval():
     assert offsets([other, first]) == {0: Alignment(0, 0, "reference"), 1: want}
 
 
-def test_annotations_of_launch_and_wait_bound_the_offset():
-    found = offsets([trace(0, *own("all-gather", 1, 100, 150, 200)), trace(1, *own("all-gather", 1, 160, 180, 230))])
-    assert found[1] == Alignment(45_000, 85_000, "collectives")  # between 160 - 200 and 230 - 100
+def test_messages_of_one_number_are_not_one_collective():
+    """Rank 0 sends to rank 1, and that to rank 2."""
+    assert match([trace(r, *own("send", 1, r, 10, 20), world=3) for r in range(2)]) == []
+
+
+def test_clocks_that_drift_apart_have_the_offset_of_the_middle():
+    times = [10_000.0 * k for k in range(101)]  # one second; by 40 us the clocks drift apart, by 10 they are known
+    drifting = [gloo(SECOND + 1.00004 * time, SECOND + 1.00004 * time + 10) for time in times]
+    found = offsets([trace(0, *(gloo(time, time + 10) for time in times)), trace(1, *drifting)])[1]
+    assert found.source == "collectives"
+    assert found.nanoseconds == pytest.approx(1000 * SECOND + 20_000, abs=1000)
+    assert 20_000 <= found.bound <= 150_000
 
 
 def test_ranks_that_never_meet_are_joined_by_others():
@@ -172,18 +181,11 @@ def test_without_collectives():
     assert offsets(alone)[1] == Alignment(0, None, "nothing: taken to agree")
     same = [trace(r, slice_("aten::mm", 0, 1), host="vm") for r in range(2)]
     assert offsets(same)[1] == Alignment(0, 2 * CONVERSION, "same host")
-    met = [trace(r, lined_up(0, 10 + 20 * r), base=BASE + r * SECOND) for r in range(3)]
+    met = [trace(r, lined_up(0, 10 + 20 * r), world=3, base=BASE + r * SECOND) for r in range(3)]
     assert offsets(met)[1] == Alignment(SECOND + 10_000, 20_000, "collectives")
     # Without rank 0 the lowest is the measure.
     assert offsets(met[1:]) == {1: Alignment(0, 0, "reference"), 2: Alignment(SECOND + 10_000, 40_000, "collectives")}
     assert offsets([]) == {}
-
-
-def test_the_line_up_is_believed_where_counting_is_wrong():
-    """Counting matches the wrong spans, which contradict each other."""
-    met = lined_up(0, 1)
-    traces = [trace(0, met, gloo(100, 110), gloo(200, 210)), trace(1, met, gloo(0, 10), gloo(150, 160))]
-    assert offsets(traces)[1] == Alignment(0, 1000, "collectives")
 
 
 def test_contradicting_spans_of_a_backend_are_not_used():

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile
 
 from cs336_systems.comm import all_gather, all_reduce, reduce_scatter
-from cs336_systems.comm.events import mark
+from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
@@ -116,6 +117,14 @@ def test_what_capture_cannot_do_is_said(tmp_path, capsys):
         with outer.annotate("the outer one goes on"):
             pass
     assert named(read_trace(tmp_path / "a" / trace_name(0)), "the outer one")
+    with pytest.raises(UserError, match="a profiler runs already"), outer, outer:
+        pass
+    assert not is_profiling(), "the outer one has stopped"
+    both = Capture(tmp_path, warmup=1), Capture(tmp_path, warmup=1)
+    with pytest.raises(UserError, match="a profiler runs already"), both[0], both[1], both[0].step(), both[1].step():
+        pass
+    with pytest.raises(UserError, match="has ended Capture's"), Capture(tmp_path), profile():
+        pass
     with pytest.raises(UserError, match="0 steps were taken of 3"), Capture(tmp_path, warmup=2):
         nn.Linear(2, 2)(torch.ones(1, 2))
     capsys.readouterr()
@@ -205,6 +214,11 @@ def joint_case(group, folder: str) -> list[str]:
                 with capture.phase("optimizer"):
                     optimizer.step()
                     optimizer.zero_grad()
+    with Capture(Path(folder, "verbs"), group):
+        for verb in (all_reduce, reduce_scatter, all_gather):
+            work = verb(torch.ones(4), group, "it")
+            work.wait()
+            work.wait()  # the second has nothing to wait for
     return [bucket.label for bucket in model.buckets]
 
 
@@ -228,6 +242,10 @@ def test_every_rank_writes_and_names_its_collectives(tmp_path):
         assert all(s.start >= step.start for s in trace.spans if s is not met)
         assert not [key for key in trace.ours if "clock" in key]
     assert traces[0].chrome["distributedInfo"]["backend"] == "gloo"
+    found = [s.name.split(" 0#")[0] for s in named(read_trace(tmp_path / "verbs" / trace_name(1)), "launch", "wait")]
+    assert found == [
+        f"{what} {verb}" for verb in ("all-reduce", "reduce-scatter", "all-gather") for what in ("launch", "wait")
+    ]
 
 
 def spawned_case(rank: int, world: int, folder: str, out: str) -> None:
@@ -257,20 +275,3 @@ def test_a_folder_that_one_rank_cannot_write_fails_on_all(tmp_path):
     errors = ranks.run_failing(refused_case, 2, folder=str(tmp_path))
     assert all("cannot write to" in message for _, message in errors)
     assert not list(tmp_path.glob("folder/*"))
-
-
-def verbs_case(group, folder: str) -> None:
-    with Capture(Path(folder), group):
-        for verb in (all_reduce, reduce_scatter, all_gather):
-            work = verb(torch.ones(4), group, "it")
-            work.wait()
-            work.wait()  # the second has nothing to wait for
-
-
-def test_every_verb_is_named_once(tmp_path):
-    ranks.run(verbs_case, 2, folder=str(tmp_path))
-    names = [s.name for s in named(read_trace(tmp_path / trace_name(1)), "launch", "wait")]
-    verbs = ("all-reduce", "reduce-scatter", "all-gather")
-    assert [name.split(" 0#")[0] for name in names] == [
-        f"{what} {verb}" for verb in verbs for what in ("launch", "wait")
-    ]

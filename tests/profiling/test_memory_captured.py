@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -71,20 +72,12 @@ def test_a_real_steps_bytes_are_those_of_its_tensors(run):
 
 def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
     found = run.timeline
-    level = highest = found.totals[0]
-    for each in run.trace.allocations:
-        level += each.nbytes
-        highest = max(highest, level)
-    assert found.peak == highest
-    assert found.totals[-1] == level
-    assert (
-        sum(found.at_peak.values())
-        == sum(block.nbytes for block in found.blocks if block.alive(found.peak_index))
-        == highest
-    )
+    assert found.totals == [*accumulate((each.nbytes for each in run.trace.allocations), initial=found.totals[0])]
+    at_peak = (block.nbytes for block in found.blocks if block.alive(found.peak_index))
+    assert sum(found.at_peak.values()) == sum(at_peak) == found.peak
     peaks = phase_peaks(found)
     assert list(peaks) == ["forward", "backward", "optimizer"]
-    assert max(peaks.values()) == highest
+    assert max(peaks.values()) == found.peak
     assert phase_peaks(found, 0) == phase_peaks(found, 1) == peaks
     recomputed = [source for source in largest(found, 1000) if source.module.endswith(", recomputed")]
     assert recomputed

@@ -188,6 +188,14 @@ def test_on_a_gpu_the_allocators_sum_rules():
     assert memory_timeline(made(events, held), "cpu").totals == [9999, 9999 + 123]
 
 
+def test_the_sums_of_two_gpus_are_added_up():
+    events = [event(10, 1, 512, 4608, cuda=True), event(20, 2, 1024, 1024, cuda=True)]
+    events += [event(30, 3, 512, 5120, cuda=True), event(40, 2, -1024, 0, cuda=True)]
+    for each, number in zip(events, (0, 1, 0, 1), strict=True):
+        each["args"]["Device Id"] = number
+    assert memory_timeline(made(events)).totals == [4096, 4608, 5632, 6144, 5120]
+
+
 def test_on_a_cpu_the_allocators_total_is_not_used():
     # It goes on from profile to profile of a process.
     assert memory_timeline(made([event(10, 1, 8, 3_000_008), event(20, 1, -8, 3_000_000)])).totals == [0, 8, 0]

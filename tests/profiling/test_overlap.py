@@ -13,22 +13,15 @@ from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.collectives import flights
-from cs336_systems.profiling.intervals import intersection, length, subtraction, union
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
-from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
-from tests.support import ranks
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files
+from tests.support import chrome_events, ranks
+from tests.support.flame_cases import span as event
 
 FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"
 MAIN, GLOO = 1, 2
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def event(name: str, start: float, end: float, thread: int = MAIN, category: str = "", **args) -> dict:
-    """Times in microseconds, as in the file."""
-    category = category or ("cpu_op" if "::" in name else "user_annotation")
-    place = {"ph": "X", "pid": 9, "tid": thread, "ts": start, "dur": end - start}
-    return {**place, "name": name, "cat": category, "args": args}
 
 
 def kernel(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> dict:
@@ -41,26 +34,13 @@ def met(ahead: float = 0.0) -> dict:
 
 
 def trace(*events: dict, rank: int = 0, host: str = "", **ours) -> Trace:
-    ours = {"rank": rank, "world_size": 2} | ours
-    return parse({"traceEvents": list(events), "host_name": host, "cs336": ours})
+    return replace(chrome_events.trace(*events, **{"rank": rank, "world_size": 2} | ours), host=host)
 
 
 def figures(*events: dict) -> tuple[int, int]:
     found = overlap(trace(*events))
     assert found.communication - found.overlapped == found.exposed
     return found.communication, found.overlapped
-
-
-def test_intervals():
-    assert union([(5, 7), (1, 3), (2, 4), (4, 5), (9, 9), (8, 6)]) == [(1, 7)]
-    assert union([(0, 10), (2, 3), (11, 12)]) == [(0, 10), (11, 12)]
-    assert intersection([(0, 4), (6, 9)], [(3, 7), (8, 20)]) == [(3, 4), (6, 7), (8, 9)]
-    assert intersection([(0, 4)], [(4, 8)]) == []
-    assert subtraction([(0, 10), (12, 14)], [(-5, 1), (3, 4), (9, 13)]) == [(1, 3), (4, 9), (13, 14)]
-    assert subtraction([(0, 4)], []) == [(0, 4)]
-    assert subtraction([(2, 4)], [(0, 9)]) == []
-    assert subtraction([], [(0, 9)]) == []
-    assert length([(1, 3), (10, 15)]) == 7
 
 
 @pytest.mark.parametrize(
@@ -92,45 +72,14 @@ def test_the_fixture_to_the_nanosecond():
     assert not any(f.posted for f in found)
 
 
-def test_a_trace_without_communication_has_no_share():
-    found = overlap(trace(event("aten::mm", 0, 10)))
-    assert (found.communication, found.share, found.exposed) == (0, None, 0)
-    assert overlap(trace()).share is None
-
-
-def test_operators_on_glooos_thread_are_not_computation():
-    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, GLOO)) == (100_000, 0)
-    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, MAIN)) == (100_000, 10_000)
-
-
-def test_two_threads_of_gloo_count_once():
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("gloo:all_reduce", 50, 120, 3)]
-    assert figures(*spans, event("aten::mm", 90, 200)) == (120_000, 30_000)
-
-
-@pytest.mark.parametrize("name", ["aten::slice", "aten::view", "aten::empty", "aten::to", "autograd::engine::node"])
-def test_what_would_launch_no_kernel_is_not_computation(name):
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event(name, 10, 60)]
-    assert figures(*spans) == (100_000, 0)
-    inside = 0 if name == "aten::empty" else 10_000  # a fill that deterministic algorithms add to an allocation
-    assert figures(*spans, event("aten::copy_", 20, 30)) == (100_000, inside), "what a view calls is judged by itself"
-
-
-def test_neither_waits_nor_launches_are_computation():
-    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("aten::mm", 0, 90)]
-    assert figures(*spans, event("wait all-reduce 0#1", 10, 30)) == (100_000, 70_000)
-    assert figures(*spans, event("launch all-reduce 0#2", 10, 30), event("wait all-reduce 0#1", 40, 50)) == (
-        100_000,
-        60_000,
-    )
-    other = [event("wait all-reduce 0#1", 10, 30, thread=5)]
-    assert figures(*spans, *other) == (100_000, 90_000), "another thread's wait holds nobody up"
-    assert overlap(trace(*spans, *other)).blocked == 20_000
-
-
 def test_what_was_posted_leaves_its_thread_a_thread_that_computes():
     found = overlap(trace(event("gloo:recv", 0, 100), event("gloo:send", 5, 110), event("aten::mm", 20, 50)))
     assert (found.communication, found.overlapped, found.posted) == (110_000, 30_000, True)
+
+
+def test_nccls_spans_on_the_cpu_are_no_communication():
+    """They say only when a kernel was enqueued."""
+    assert figures(event("nccl:all_reduce", 0, 100), event("aten::mm", 0, 90)) == (0, 0)
 
 
 def test_gloo_under_a_gpus_kernels():
@@ -153,22 +102,37 @@ def test_waiting_is_apart_from_transfer():
     assert [each.waited for each in alone] == [None]
 
 
+def test_a_broadcasts_source_does_not_wait_for_who_comes_after_its_end():
+    traces = [trace(met(), event("gloo:broadcast", 50 * r, 50 * r + 30, GLOO), rank=r, host=str(r)) for r in range(2)]
+    assert [(each.waited, each.transferred) for each in overlaps(traces)] == [(0, 30_000), (0, 30_000)]
+
+
+def test_in_shared_memory_ranks_wait_until_the_last_has_launched():
+    def one(rank: int, *times: tuple[float, float, float]) -> Trace:
+        spans = [event(f"launch all-reduce 0#{i} x", launch, launch + 2) for i, (launch, *_) in enumerate(times)]
+        spans += [event(f"wait all-reduce 0#{i} x", start, end) for i, (_, start, end) in enumerate(times)]
+        return trace(*spans, rank=rank, host="same")
+
+    found = overlaps([one(0, (0, 10, 70), (80, 95, 100)), one(1, (50, 60, 75), (90, 92, 99))])
+    assert [(each.communication, each.waited) for each in found] == [(65_000, 40_000), (22_000, 0)]
+
+
 def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
     """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
 
-    def one(rank: int, first: float, second: float) -> Trace:
+    def one(rank: int, *times: tuple[float, float]) -> Trace:
         spans = [met()]
-        for group, begin in enumerate((first, second)):
+        for group, (begin, end) in enumerate(times):
             name = f"all-reduce {group}#1 group {group}"
             call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
-            ran = event("gloo:all_reduce", begin, begin + 40, GLOO + group, **{"Input Dims": [[8]]})
-            waited = event(f"wait {name}", 10 + group, begin + 41)
+            ran = event("gloo:all_reduce", begin, end, GLOO + group, **{"Input Dims": [[8]]})
+            waited = event(f"wait {name}", 10 + group, end + 1)
             spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
         found = trace(*spans, rank=rank, host=str(rank))
         groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
         return replace(found, chrome=found.chrome | {"distributedInfo": {"pg_config": groups}})
 
-    traces = [one(0, 20, 100), one(1, 120, 30)]
+    traces = [one(0, (20, 130), (100, 140)), one(1, (120, 160), (30, 110))]
     last = last_starts(traces)
     ran = {(each.rank, f.label): f.transfers[0] for each in traces for f in flights(each)}
     assert {key: span.start for key, span in ran.items()} == {
@@ -263,11 +227,15 @@ def profiled(tmp_path, kind: str) -> list[Trace]:
 
 @pytest.mark.parametrize("kind", ["naive", "flat", "synchronous"])
 def test_synchronous_reductions_overlap_with_nothing(tmp_path, kind):
-    for each in overlaps(profiled(tmp_path, kind)):
+    traces = profiled(tmp_path, kind)
+    for each in overlaps(traces):
         assert each.communication > 0
         assert each.overlapped == 0
-        assert each.share == 0
         assert each.waited + each.transferred == each.communication
+    if kind == "naive":
+        for each in traces:
+            assert not launched_in(each, "backward")
+            assert launched_in(each, "synchronise") == [*range(8)] * 2
 
 
 def launched_in(trace: Trace, phase: str) -> list[int]:
@@ -292,12 +260,6 @@ def test_buckets_are_launched_while_backward_runs(tmp_path):
         assert later, "backward goes on after the first launch"
         assert first.transfers[0].start > first.start
         assert not launched_in(each, "synchronise")
-
-
-def test_naive_launches_after_backward(tmp_path):
-    for each in profiled(tmp_path, "naive"):
-        assert not launched_in(each, "backward")
-        assert launched_in(each, "synchronise") == [*range(8)] * 2
 
 
 def reduce_in_two_groups(group, folder: str) -> None:

@@ -7,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.lib.profiling_record import as_json
-from cs336_systems.host.console import LiteralConsole
-from cs336_systems.host.table import Table, cut
+from cs336_systems.host.table import cut
 from cs336_systems.profiling import report
-from cs336_systems.profiling.tables import Spread, pivot, render_markdown, show
+from cs336_systems.profiling.tables import Spread, phase_times, pivot, render_markdown
 from tests.profiling.test_breakdown import STEPS
 from tests.profiling.test_operators import GPU
 from tests.support.chrome_events import GLOO, STREAM, event, tag, trace
@@ -44,6 +43,10 @@ def table(text: str, title: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
+def test_a_phase_inside_one_of_its_name_counts_once():
+    assert phase_times(trace(tag("forward", 0, 100), tag("forward", 10, 50))) == {"forward": 100_000}
+
+
 def test_markdown():
     text = render_markdown(two_ranks())
     assert "sums over 2 steps, on rank 0 of 2" in text
@@ -74,14 +77,6 @@ def test_markdown_of_one_rank_on_a_gpu():
     assert "over the ranks" not in text
 
 
-def test_printed():
-    console = Console(width=140, file=StringIO())
-    show(two_ranks(), console)
-    text = console.file.getvalue()
-    for words in ("Operators of rank 0 by self CPU", "Phases over the ranks", "Softmax of attention: 7.50%", "0.75 of"):
-        assert words in text
-
-
 def test_rows_for_json():
     (first, second) = json.loads(json.dumps([as_json(each) for each in two_ranks()]))
     assert (first["rank"], second["rank"], second["world_size"]) == (0, 1, 2)
@@ -108,6 +103,8 @@ def test_a_report_without_matplotlib_has_everything_but_pictures(tmp_path, monke
     console = Console(width=200, file=StringIO())
     report.write_report(tmp_path, two_ranks(), console)
     assert [line for line in console.file.getvalue().splitlines() if "matplotlib" in line] == [report.NO_PICTURES]
+    for words in ("Operators of rank 0 by self CPU", "Phases over the ranks", "Softmax of attention: 7.50%", "0.75 of"):
+        assert words in console.file.getvalue()
     others = {"tables.md", "overlap.md", "memory.md", "flame.collapsed.txt"}
     assert {path.name for path in tmp_path.iterdir()} == {*others, "index.html", "merged.trace.json.gz"}
     assert "<img" not in (tmp_path / "index.html").read_text()
@@ -117,10 +114,3 @@ def test_long_names_keep_both_ends():
     assert cut("abcdefghij", 10) == "abcdefghij"
     assert cut("abcdefghijk", 10) == "abcdef…ijk"
     assert len(cut("x" * 300, 100)) == 100
-
-
-def test_markup_in_names_is_shown():
-    console = LiteralConsole(width=80, file=StringIO())
-    console.print(Table("a [b]", ["name"], [["[red]x"]]).table())
-    assert "[red]x" in console.file.getvalue()
-    assert "a [b]" in console.file.getvalue()

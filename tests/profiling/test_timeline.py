@@ -200,6 +200,7 @@ def test_tags_and_kinds():
 def test_autograds_own_thread_works_in_the_phase_of_the_thread_that_waits():
     events = [
         tagged("backward", 100, 100),
+        tagged("synchronise", 105, 3),  # inside it, and over before what follows
         tagged("optimizer", 300, 50),
         slice_("aten::a", 90, 5, tid=9),
         slice_(f"{ENGINE}MmBackward0", 110, 40, tid=9),
