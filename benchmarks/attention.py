@@ -101,16 +101,6 @@ def load_eager(task: AttentionTask, device: torch.device) -> Function:
     return lambda q, k, v: naive_attention(q[None], k[None], v[None], bias)[0]
 
 
-def load_compiled(task: AttentionTask, device: torch.device) -> Function:
-    """Load the course's attention, compiled by torch.compile."""
-    return compile_model(load_eager(task, device), device)
-
-
-def load_tiled(task: AttentionTask, device: torch.device) -> Function:
-    """FlashAttention-2's algorithm in plain torch, tile by tile."""
-    return lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal)
-
-
 def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if task.dim > MAX_DIM:
@@ -130,9 +120,10 @@ def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) ->
 
 CANDIDATES: dict[str, Load] = {
     OURS: load_ours,
-    "tiled": load_tiled,
+    # FlashAttention-2's algorithm in plain torch.
+    "tiled": lambda task, device: lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal),
     "eager": load_eager,
-    "compiled": load_compiled,
+    "compiled": lambda task, device: compile_model(load_eager(task, device), device),
     "sdpa-flash": partial(load_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": partial(load_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-cudnn": partial(load_sdpa, SDPBackend.CUDNN_ATTENTION),

@@ -1,15 +1,19 @@
-"""Measurement: warm up, keep every sample, interleave what is compared, reject results that are wrong or too fast."""
+"""Measurement, on one rank or several: warm up, keep every sample, interleave what is compared, reject results that are
+wrong or too fast."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from cs336_systems.comm import Group, all_gather, all_reduce
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -97,6 +101,39 @@ def measure(
     return result
 
 
+def gather_times(samples_ms: Sequence[float], group: Group, device: torch.device) -> Tensor:
+    """Every rank's samples in milliseconds (rank sample), on every rank. All ranks give equally many."""
+    times = torch.zeros(group.size(), len(samples_ms), dtype=torch.float64, device=device)
+    times[group.rank()] = torch.tensor(samples_ms, dtype=torch.float64)
+    all_gather(times.view(-1), group, "times").wait()
+    return times.cpu()
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def line_up(group: Group, device: torch.device) -> None:
+    """Let the ranks start as one."""
+    all_reduce(torch.zeros(1, device=device), group, "line up").wait()
+
+
+def time_ranks(
+    run: Callable[[], object], group: Group, device: torch.device, warmup: int, steps: int,
+    advance: Callable[[str], None] = lambda note: None,
+) -> Tensor:  # fmt: skip
+    """Let all ranks do `run` together, warmup + steps times: milliseconds of those that count (rank sample).
+
+    A small all-reduce before each, untimed, lets the ranks start together; the time until the last is done is then
+    `times.amax(dim=0)`.
+    """
+    done = measure({"run": run}, device, warmup, steps, before=partial(line_up, group, device), advance=advance)
+    return gather_times(done.samples_ms["run"], group, device)
+
+
 def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
     """Mean, standard deviation, median and range of samples in milliseconds."""
     return {
@@ -161,7 +198,7 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
     """The storages that autograd keeps for backward of what runs in the block, by address."""
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
@@ -173,7 +210,7 @@ class WrongResultError(UserError):
     """A candidate's result differs from its reference, so its speed means nothing."""
 
 
-def require_close(name: str, candidate: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:
+def require_close(name: str, candidate: Tensor, reference: Tensor, tolerance: float) -> float:
     """The correctness gate: the relative L2 error of candidate to reference, both of one shape.
 
     Raises WrongResultError if it exceeds the tolerance or is not a number.

@@ -114,7 +114,7 @@ class Peak:
         if not self.fits:
             return missing
         try:
-            metrics = measure_activations(self.case) if self.way else measure_peak(self.case, self.passes)
+            metrics = measure_peak(self.case, self.passes, self.mode == "activations")
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -159,10 +159,13 @@ def profiled(case: Case, mode: Mode) -> MemoryTimeline:
         return memory_timeline(read_trace(trace_files(Path(folder))[0]))
 
 
-def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
-    """The metrics of one pass: its peak in bytes and, where every allocation is seen, the parts of the peak."""
-    if case.device.type != "cuda":
+def measure_peak(case: Case, mode: Mode, activations: bool) -> dict[str, Any]:
+    """The metrics of one pass: its peak in bytes and, where every allocation is seen, the parts of the peak. Or the
+    most bytes of `activations` at once: what forward made, also when backward runs it again."""
+    if activations or case.device.type != "cuda":
         found = profiled(case, mode)
+        if activations:
+            return {"peak_bytes": max(amounts[CATEGORIES.index("activations")] for amounts in found.amounts)}
         return {"peak_memory_bytes": found.peak, "memory_by_part": found.at_peak}
     load = Workload(case)
     for _ in range(2 if mode == "step" else 1):
@@ -170,12 +173,6 @@ def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
         take_passes(load, mode)
     torch.cuda.synchronize(case.device)
     return {"peak_memory_bytes": torch.cuda.max_memory_allocated(case.device)}
-
-
-def measure_activations(case: Case) -> dict[str, Any]:
-    """The most bytes of activations at once: what forward made, also when backward runs it again."""
-    place, found = CATEGORIES.index("activations"), profiled(case, "forward-backward")
-    return {"peak_bytes": max(amounts[place] for amounts in found.amounts)}
 
 
 def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.harness import noise, take_turns
+from benchmarks.harness import line_up, noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
 from benchmarks.lib.options import RankOptions, command
+from benchmarks.lib.profiling_record import collect_files
 from benchmarks.lib.scaling_record import crowded
-from benchmarks.rank_times import collect_files, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks

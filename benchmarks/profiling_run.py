@@ -20,6 +20,7 @@ from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,
     beside_measured,
+    collect_files,
     leave_pictures,
     make_record,
     memory_snapshot,
@@ -27,7 +28,6 @@ from benchmarks.lib.profiling_record import (
 )
 from benchmarks.lib.turns import ADAMW, Build, alone, check, stage, torch_ddp, wrapped
 from benchmarks.lib.workload import Case, ModelOptions, compile_model
-from benchmarks.rank_times import collect_files
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend

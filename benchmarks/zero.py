@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import ratios, saved_storages
+from benchmarks.harness import gather_times, ratios, saved_storages
 from benchmarks.lib.options import command
 from benchmarks.lib.turns import OF_GRADIENTS, TORCH_FSDP, TORCH_ZERO, Arena, Turn, zero_candidates
 from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
-from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks

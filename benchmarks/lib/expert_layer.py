@@ -13,10 +13,18 @@ from torch import Tensor
 
 from benchmarks.collective import room
 from benchmarks.gate import UNIT_ROUNDOFF
-from benchmarks.harness import WrongResultError, noise, ratios, require_close, summarise, take_turns
+from benchmarks.harness import (
+    WrongResultError,
+    gather_times,
+    line_up,
+    noise,
+    ratios,
+    require_close,
+    summarise,
+    take_turns,
+)
 from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT, RecordOptions
-from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, agree, distributed, record
 from cs336_systems.comm.startup import TIMEOUT

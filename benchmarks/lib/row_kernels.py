@@ -93,11 +93,6 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-def torch_rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's own RMSNorm. Without an eps it would take that of x's dtype, 0.008 in bfloat16."""
-    return F.rms_norm(x, weight.shape, weight, EPS)
-
-
 class Norm(RowKernel):
     """RMSNorm, and LayerNorm, which has a bias besides."""
 
@@ -108,7 +103,8 @@ class Norm(RowKernel):
     candidates: Mapping[str, Load] = {
         "layernorm": always(layernorm),
         "eager": always(rmsnorm),
-        "torch": always(torch_rmsnorm),
+        # Without an eps it would take that of x's dtype, 0.008 in bfloat16.
+        "torch": always(lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
         "compiled": compiling(rmsnorm),
         OURS: ours(lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS)),
         # Not in place, which would write over dy.

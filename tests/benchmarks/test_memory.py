@@ -81,7 +81,7 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
 def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
     fits = sum(observe_passes(CONFIG, 2, 32).memory("forward").values())
     monkeypatch.setattr(memory, "usable_memory", lambda device: fits)
-    monkeypatch.setattr(memory, "measure_peak", lambda case, mode: {"forward": {"peak_memory_bytes": 2 * fits}}[mode])
+    monkeypatch.setattr(memory, "measure_peak", lambda *given: {"forward": {"peak_memory_bytes": 2 * fits}}[given[1]])
     assert run(*TINY) == 0
     forward, step = read_records(Path("out/here/memory.jsonl"))
     assert (forward.status, step.status, step.metrics) == ("ok", "out-of-memory", {})
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
 
 
 def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch, capsys):
-    def explode(case, mode):
+    def explode(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(memory, "measure_peak", explode)
@@ -203,5 +203,5 @@ def test_equal_neighbours_share_a_row():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_counts_for_itself():
     case = Case(CONFIG, 2, "fp32", False, torch.device("cuda"))
-    found = memory.measure_peak(case, "step")["peak_memory_bytes"]
+    found = memory.measure_peak(case, "step", False)["peak_memory_bytes"]
     assert found >= observe_passes(CONFIG, 2, 32).memory("step")["parameters"]
