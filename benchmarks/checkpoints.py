@@ -222,6 +222,7 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
     for name, candidate in rivals.items():
         metrics = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
         what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()} | shape
+        what |= {"link": settings.link} if settings.link else {}
         expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
         found = metrics | {"bytes": bench.nbytes}
         records.append(Record("checkpoints", what, stamp, samples[name], found, expected, noise(metrics)))
@@ -231,7 +232,8 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
 def title(record: Record) -> str:
     """The state that is saved, and the machine."""
     config, size = record.config, format_bytes(record.metrics["bytes"])
-    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {machine(record)}"
+    link = f"{config['link']}; " if "link" in config else ""
+    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {link}{machine(record)}"
 
 
 def row(record: Record) -> list[str]:

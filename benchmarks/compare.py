@@ -85,6 +85,8 @@ def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
     """Time VARIANTS of one model in turn, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
     if len(variants) < 2 or len(set(variants)) < len(variants):
         raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")
+    if settings.all_sizes:
+        raise UserError("variants of one size are compared: drop --all-sizes, and name it with --size")
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, warmup=0, steps=1)
     mode, device = settings.mode or "forward-backward", choose_device(settings.device)

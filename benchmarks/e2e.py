@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.gate import check
-from benchmarks.lib.options import command
+from benchmarks.lib.options import command, refuse_ignored
 from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
 from benchmarks.lib.sheets import median, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
@@ -117,6 +117,7 @@ def row(record: Record) -> list[str]:
 @command(PassSettings)
 def main(settings: PassSettings) -> None:
     """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
+    refuse_ignored({"all_sizes": ("measures all of them", ("size",))})
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
     device = choose_device(settings.device)

@@ -13,11 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import torch
-from click.core import ParameterSource
 
-from benchmarks.lib.options import command
+from benchmarks.lib.options import command, refuse_ignored
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import Strategy, best, model_residuals, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
@@ -28,13 +26,12 @@ from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import flag, format_bytes, format_seconds, setting
+from cs336_systems.host.console import format_bytes, format_seconds, setting
 from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import ModelConfig, Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_timeline
 
-# Options that would be ignored beside another: by that, why, and which.
 CLASHES = {
     "residuals": ("counts every way of recomputing, for forward alone", ("segments", "recompute", "recompute_every")),
     "segments": ("measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
@@ -49,16 +46,6 @@ class MemorySettings(ModelOptions):
     all_sizes: bool = setting(False, "Measure every size of the year's edition; with fp32, the largest in bf16, too.")
     residuals: bool = setting(False, "Instead list the tensors kept for backward, block by block.")
     segments: bool = setting(False, "Instead find the best length of recomputed segments.")
-
-    def refuse_ignored(self) -> None:
-        """Raises UserError if an option that was given on the command line would be ignored."""
-        line = click.get_current_context()
-        given = {name for name in line.params if line.get_parameter_source(name) != ParameterSource.DEFAULT}
-        for name, (why, others) in CLASHES.items():
-            for other in given.intersection(others) if name in given else ():
-                raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one")
-        if "recompute_every" in given and self.recompute != "segments":
-            raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
     def cases(self, device: torch.device) -> list[tuple[str, Case]]:
         """The sizes and shapes to measure. Raises UserError for a size or a choice that does not exist."""
@@ -226,7 +213,8 @@ def show_plan(runs: list[Peak], usable: int) -> None:
 @command(MemorySettings)
 def main(settings: MemorySettings) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
-    settings.refuse_ignored()
+    if "recompute_every" in refuse_ignored(CLASHES) and settings.recompute != "segments":
+        raise UserError(f"--recompute-every needs --recompute segments, not {settings.recompute}; add it, or drop both")
     device = choose_device(settings.device)
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:

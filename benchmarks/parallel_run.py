@@ -46,7 +46,6 @@ class ParallelSettings(RankOptions):
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
     rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
-    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
     def config(self) -> ModelConfig:
@@ -61,10 +60,17 @@ class ParallelSettings(RankOptions):
 
 
 @dataclass(frozen=True)
+class StepSettings(ParallelSettings):
+    """Options of a benchmark of training steps."""
+
+    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
+
+
+@dataclass(frozen=True)
 class ParallelRun:
     """The settings, the ranks of this many machines, and the measured speed at which they compute and communicate."""
 
-    settings: ParallelSettings
+    settings: StepSettings
     arena: Arena
     nodes: int
     hardware: Hardware
@@ -116,7 +122,8 @@ def start(
     Raises UserError for what cannot be run, also what `check` raises, which sees the settings before any rank starts.
     """
     if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1)
+        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1)
+        settings = replace(settings, steps=1) if isinstance(settings, StepSettings) else settings
     settings.config()
     here, ranks = find_place(), settings.nproc or 2
     place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
@@ -141,7 +148,7 @@ def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, 
 
 def worker_run(
     place: Place,
-    settings: ParallelSettings,
+    settings: StepSettings,
     benchmark: str,
     candidates: dict[str, Build],
     make_record: Callable[[ParallelRun, str, dict[str, Turn]], Record],
