@@ -88,7 +88,7 @@ def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
     if settings.all_sizes:
         raise UserError("variants of one size are compared: drop --all-sizes, and name it with --size")
     if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, warmup=0, steps=1)
+        settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=0, steps=1)
     mode, device = settings.mode or "forward-backward", choose_device(settings.device)
     chosen = {name: parse_variant(name, settings) for name in variants}
     cases = {name: each.case(settings.size, device) for name, each in chosen.items()}

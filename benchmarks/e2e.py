@@ -119,7 +119,7 @@ def main(settings: PassSettings) -> None:
     """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
     refuse_ignored({"all_sizes": ("measures all of them", ("size",))})
     if settings.smoke:
-        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, context=32, warmup=0, steps=1)
     device = choose_device(settings.device)
     usable = usable_memory(device)
     sizes = course_sizes(settings.year) if settings.all_sizes else (settings.size,)

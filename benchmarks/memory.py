@@ -6,8 +6,7 @@ own maximum. Instead of peaks, `--residuals` lists tensors kept for backward, `-
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,20 +118,6 @@ def shape_of(case: Case) -> tuple[ModelConfig, int, int, Precision]:
     return case.config, case.batch, case.config.context_length, case.precision
 
 
-def take_passes(
-    load: Workload, mode: Mode, phase: Callable[[str], AbstractContextManager[object]] = nullcontext
-) -> None:
-    """The passes of one mode, once, each inside `phase(name)`."""
-    with phase("forward"):
-        (load.forward_only if mode == "forward" else load.forward)()
-    if mode != "forward":
-        with phase("backward"):
-            load.backward()
-    if mode == "step":
-        with phase("optimizer"):
-            load.update()
-
-
 def profiled(case: Case, mode: Mode) -> MemoryTimeline:
     """The memory of one pass over time; of a step the second."""
     load = Workload(case)
@@ -141,7 +126,9 @@ def profiled(case: Case, mode: Mode) -> MemoryTimeline:
         with Capture(Path(folder), None, load.weights, load.optimizer, warmup=1 if mode == "step" else 0) as capture:
             for _ in range(capture.total):
                 with capture.step():
-                    take_passes(load, mode, capture.phase)
+                    for name, run in load.phases(mode).items():
+                        with capture.phase(name):
+                            run()
                 losses.append(load.loss)
         return memory_timeline(read_trace(trace_files(Path(folder))[0]))
 
@@ -157,7 +144,8 @@ def measure_peak(case: Case, mode: Mode, activations: bool) -> dict[str, Any]:
     load = Workload(case)
     for _ in range(2 if mode == "step" else 1):
         torch.cuda.reset_peak_memory_stats(case.device)
-        take_passes(load, mode)
+        for run in load.phases(mode).values():
+            run()
     torch.cuda.synchronize(case.device)
     return {"peak_memory_bytes": torch.cuda.max_memory_allocated(case.device)}
 
@@ -218,7 +206,7 @@ def main(settings: MemorySettings) -> None:
     device = choose_device(settings.device)
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:
-        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, context=32)
         cases = settings.cases(device)
     recorder = settings.recorder("memory", device)
     benches: dict[Precision, Bench] = {}

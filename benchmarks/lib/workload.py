@@ -159,15 +159,17 @@ class Workload:
         self.scaler.update()
         self.optimizer.zero_grad()
 
+    def phases(self, mode: Mode) -> dict[str, Callable[[], None]]:
+        """The mode's phases in order, and the forward that a backward needs."""
+        if mode == "forward":
+            return {"forward": self.forward_only}
+        passes = {"forward": self.forward, "backward": self.backward}
+        return passes | ({"optimizer": self.update} if mode == "step" else {})
+
     def run(
         self, mode: Mode, warmup: int, steps: int, advance: Callable[[str], None] = lambda note: None
     ) -> Measurement:
-        """Time the mode's phases, and the forward that a backward needs."""
-        phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
-        if mode == "forward":
-            phases = {"forward": self.forward_only}
-        elif mode != "step":
-            del phases["optimizer"]
+        """Time the mode's phases."""
         device = self.case.device
         set_matmul_precision(device, self.case.precision)
-        return measure(phases, device, warmup, steps, self.memory, self.optimizer.zero_grad, advance)
+        return measure(self.phases(mode), device, warmup, steps, self.memory, self.optimizer.zero_grad, advance)
