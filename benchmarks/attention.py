@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Phases
+from benchmarks.harness import Phases, rounding
 from benchmarks.lib.contest import OURS, UnavailableError, spread
 from benchmarks.lib.kernel import (
     BACKWARD,
@@ -28,7 +28,6 @@ from benchmarks.lib.kernel import (
     drawing,
     ours,
     require_few,
-    tolerance,
 )
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.options import COUNT, command
@@ -154,7 +153,7 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
     The output of a few queries, from the first to the last, needs only them.
     """
     queries = spread(task.seq, GATE_QUERIES, inputs.leaves["q"].device)
-    bound = tolerance(task, max(task.seq, task.dim), STAGES)
+    bound = rounding(STAGES, task.dtype, max(task.seq, task.dim))
     at, functions = (slice(None), queries), (function, partial(some_queries, queries=queries, is_causal=task.causal))
     return require_few(name, functions, inputs.leaves, {"q": at}, ["output"], at, inputs.grads, bound)
 

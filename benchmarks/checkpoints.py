@@ -33,7 +33,7 @@ from cs336_systems.comm import Group, Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, setting
-from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.machine import environment, usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.train.__main__ import require_fit
 from cs336_systems.train.recipe import Recipe
@@ -255,7 +255,7 @@ def sheets(records: list[Record]) -> list[Table]:
 
 def require_room(settings: CheckpointSettings, place: Place) -> None:
     """Raises UserError if a rank's part of the run does not fit."""
-    device, ranks = choose_device(settings.device), place.world_size
+    device, ranks = settings.on, place.world_size
     usable = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
     try:
         require_fit(recipe_of(settings, ranks, device.type), ranks, usable)
@@ -266,7 +266,7 @@ def require_room(settings: CheckpointSettings, place: Place) -> None:
 
 def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
-    device = choose_device(settings.device)
+    device = settings.on
     recipe = recipe_of(settings, place.world_size, device.type)
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (

@@ -21,7 +21,7 @@ from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.machine import choose_device, usable_memory
+from cs336_systems.host.machine import usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.presets import with_edition
 
@@ -89,7 +89,7 @@ def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
         raise UserError("variants of one size are compared: drop --all-sizes, and name it with --size")
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=0, steps=1)
-    mode, device = settings.mode or "forward-backward", choose_device(settings.device)
+    mode, device = settings.mode or "forward-backward", settings.on
     chosen = {name: parse_variant(name, settings) for name in variants}
     cases = {name: each.case(settings.size, device) for name, each in chosen.items()}
     usable = usable_memory(device) // len(cases)

@@ -1,6 +1,7 @@
 """Measurement, on one rank or several: warm up, keep every sample, interleave what is compared, reject results that are
 wrong or too fast."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,6 +207,18 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
         yield saved
 
 
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def rounding(stages: int, precision: str, longest_sum: int) -> float:
+    """The relative error, in the L2 norm, that rounding explains.
+
+    To first order each of `stages` roundings that follow one another adds one unit roundoff, and a float32 sum of n
+    terms about sqrt(n) of its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
+    """
+    return stages * (UNIT_ROUNDOFF[precision] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])
+
+
 class WrongResultError(UserError):
     """A candidate's result differs from its reference, so its speed means nothing."""
 
@@ -213,10 +226,12 @@ class WrongResultError(UserError):
 def require_close(name: str, candidate: Tensor, reference: Tensor, tolerance: float) -> float:
     """The correctness gate: the relative L2 error of candidate to reference, both of one shape.
 
-    Raises WrongResultError if it exceeds the tolerance or is not a number.
+    It is infinite where the reference is zero and the candidate is not. Raises WrongResultError if it exceeds the
+    tolerance or is not a number.
     """
     wide = reference.double()
-    error = (torch.linalg.vector_norm(candidate.double() - wide) / torch.linalg.vector_norm(wide)).item()
+    off, size = (torch.linalg.vector_norm(each).item() for each in (candidate.double() - wide, wide))
+    error = off / size if size else off and math.inf
     if not error <= tolerance:
         raise WrongResultError(
             f"{name} is off its reference by {error:.2e}, more than {tolerance:.2e}: no speed reported"

@@ -26,7 +26,7 @@ from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
-from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.host.machine import out_of_memory, usable_memory
 from cs336_systems.presets import ModelConfig, Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_timeline
@@ -203,7 +203,7 @@ def main(settings: MemorySettings) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
     if "recompute_every" in refuse_ignored(CLASHES) and settings.recompute != "segments":
         raise UserError(f"--recompute-every needs --recompute segments, not {settings.recompute}; add it, or drop both")
-    device = choose_device(settings.device)
+    device = settings.on
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, context=32)

@@ -30,7 +30,7 @@ from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, os_errors, setting
-from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.machine import environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.layout import check_divides, check_experts
 from cs336_systems.presets import Dispatch, ModelConfig, preset
@@ -156,7 +156,7 @@ def make_record(
 
 def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     """One rank's part: the turns, the profile, and on rank 0 the tables and the record."""
-    device, config = choose_device(settings.device), settings.config()
+    device, config = settings.on, settings.config()
     free = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())

@@ -28,7 +28,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, setting
-from cs336_systems.host.machine import choose_device, device_name, environment
+from cs336_systems.host.machine import device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 
@@ -155,7 +155,7 @@ def worker_run(
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
-    device, config = choose_device(settings.device), settings.config()
+    device, config = settings.on, settings.config()
     gc.freeze()  # torch's half a million objects would be looked through before every turn
     with distributed(device, settings.backend, settings.timeout, place) as group:
         first, backend = group.rank() == 0, backend_of(group)

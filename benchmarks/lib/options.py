@@ -82,14 +82,20 @@ class RecordOptions:
 
 
 @dataclass(frozen=True)
-class RankOptions(RecordOptions):
-    """Options of a benchmark that runs on several ranks."""
+class DeviceOptions(RecordOptions):
+    """Options of a benchmark that runs on a device."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
 
     @property
     def on(self) -> torch.device:
-        """The device of all ranks. Raises UserError for a missing GPU."""
+        """The device, of all ranks. Raises UserError for a missing GPU."""
         return choose_device(self.device)
+
+
+@dataclass(frozen=True)
+class RankOptions(DeviceOptions):
+    """Options of a benchmark that runs on several ranks."""
+
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import rounding
 from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
     FORWARD,
+    STAGES,
     Function,
     Inputs,
     Kernel,
@@ -23,7 +25,6 @@ from benchmarks.lib.kernel import (
     ours,
     require_few,
     theirs,
-    tolerance,
 )
 from kernels import reference
 from kernels.rmsnorm import TritonAddRMSNormFunction, TritonRMSNormFunction
@@ -62,7 +63,7 @@ class RowKernel(Kernel):
     def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
         leaves, functions = self.leaves(name, inputs), (function, self.equations(name))
         rows = spread(task.sizes[0], GATE_ROWS, leaves[self.matrices[0]].device)
-        bound, places = tolerance(task, max(task.sizes[1], GATE_ROWS)), dict.fromkeys(self.matrices, rows)
+        bound, places = rounding(STAGES, task.dtype, max(task.sizes[1], GATE_ROWS)), dict.fromkeys(self.matrices, rows)
         return require_few(name, functions, leaves, places, self.results, rows, inputs.grads, bound)
 
 
