@@ -231,13 +231,7 @@ def rate(record: Record) -> str:
 SHEET = Sheet(
     "sizes",
     shape,
-    (
-        ("rate", rate),
-        ("of floor", metric("floor_fraction_median", "{:.0%}".format)),
-        BEST_OTHER,
-        HOST,
-        *PEAKS,
-    ),
+    (("rate", rate), ("of floor", metric("floor_fraction_median", "{:.0%}".format)), BEST_OTHER, HOST, *PEAKS),
     "of floor: the time of the floor, in turn with the candidates, over the candidate's. The floor is a copy of as many"
     " bytes, for cross-entropy (tokens x d_model x vocab) the matrix products alone, of which 80% are the goal. "
     "rate: counts no more than what the floor does, bytes or FLOPs. adamw (layers x d_model x vocab of a GPT-2): one "

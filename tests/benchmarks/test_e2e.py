@@ -132,10 +132,7 @@ def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
 def test_a_plan_runs_each_pass_once():
     case = Case(SMALL, 2, "fp32", False, CPU)
     need = {mode: sum(observe_passes(SMALL, 2, 16).memory(mode).values()) for mode in MODES}
-    assert bench(need["step"]).plan(case) == {
-        "forward": ("forward",),
-        "step": ("backward", "forward-backward", "step"),
-    }
+    assert bench(need["step"]).plan(case) == {"forward": ("forward",), "step": ("backward", "forward-backward", "step")}
     assert list(bench(need["step"] - 1).plan(case)) == ["forward", "forward-backward"]
     assert list(bench(need["forward-backward"] - 1).plan(case)) == ["forward"]
     assert bench(need["forward"] - 1).plan(case) == {}

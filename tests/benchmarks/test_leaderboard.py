@@ -87,10 +87,7 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
 
 
 def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
-    task, cuda = (
-        AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True),
-        SimpleNamespace(type="cuda"),
-    )
+    task, cuda = (AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda"))
     hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
 
     def right(q, k, v):

@@ -65,10 +65,7 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
     return found
 
 
-LAYOUTS = {
-    1: {"alone": {}, "rows": {"rows": 2}},
-    4: {"ep4": {}, "tp2 ep2": {"tp": 2}, "dp2 ep2": {"ep": 2}},
-}
+LAYOUTS = {1: {"alone": {}, "rows": {"rows": 2}}, 4: {"ep4": {}, "tp2 ep2": {"tp": 2}, "dp2 ep2": {"ep": 2}}}
 
 
 def layouts_case(group) -> dict:
