@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from benchmarks import moe_sweep
-from benchmarks.expert_tables import arithmetic, cells, row
+from benchmarks.expert_tables import arithmetic, cells, expert_tables, row
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
 from benchmarks.moe_sweep import MoESweepSettings, chosen_capacity, draw, factor, lines, parse_capacity
-from benchmarks.records import Record
+from benchmarks.records import Record, append_record, open_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, save
@@ -150,6 +150,16 @@ def test_a_line_of_the_table_is_a_cell():
     ]  # fmt: skip  # nothing is sent
     assert row(found[8])[7:] == ["1.5 ms", "2 ms", "3", "2.05 kB", "512 B", "2"]
     assert row(found[-1])[5:] == ["1.5 ms", "2 ms", "", "", "", "2.05 kB", "", ""]  # too large for einsum
+
+
+def test_layers_of_another_width_have_a_table_of_their_own(tmp_path):
+    path = open_records(tmp_path / "abacus", "moe_sweep")
+    for width in (8, 16):
+        append_record(measured(d_model=width), path)
+    tables = expert_tables(tmp_path)[1:]
+    assert [f"layers of {width} x 16, 32 tokens" in table for width, table in zip((8, 16), tables, strict=True)] == [
+        True
+    ] * 2
 
 
 def test_lines_of_the_plot():
