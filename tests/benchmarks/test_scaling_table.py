@@ -162,6 +162,8 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     (peak,) = [option for option in import_log.params if option.name == "peak_tflops"]
     assert peak.help.startswith("TFLOP/s of a device")
     assert run_command(import_log, ["--peak-tflops", "0"]) == 2
+    assert run_command(scaling.main, ["--size", "xl", "import-log"]) == 2
+    assert "error: import-log measures nothing: drop --size" in capsys.readouterr().err
     log = tmp_path / "empty.log"
     log.write_text("nothing")
     assert run_command(import_log, [str(log)]) == 2
