@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError, gather_times, line_up, noise, now, ratios, summarise, take_turns
 from benchmarks.lib.options import COUNT, command
+from benchmarks.lib.parallel_run import ParallelSettings, start
 from benchmarks.lib.sheets import MARK, day, groups, machine, median, show, time
-from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.records import Record
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from benchmarks import e2e
-from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios, take_turns
+from benchmarks.lib.gate import check
 from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.sheets import median, ratio, remarks, show, time

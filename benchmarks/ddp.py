@@ -11,8 +11,8 @@ from statistics import median
 
 from benchmarks.harness import ratios
 from benchmarks.lib.options import command
+from benchmarks.lib.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.lib.turns import ALONE, TORCH_DDP, Turn, ddp_candidates
-from benchmarks.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks

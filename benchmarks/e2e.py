@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gate import check
+from benchmarks.lib.gate import check
 from benchmarks.lib.options import command, refuse_ignored
 from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
 from benchmarks.lib.sheets import median, remarks, show, time

@@ -14,9 +14,9 @@ import click
 import torch
 
 from benchmarks.attention import LEADERBOARD, flops, gate, inputs, load_ours
-from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
 from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
+from benchmarks.lib.gate import make_it_matter, tolerance
 from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.options import COUNT, DeviceOptions, command
 from benchmarks.lib.plan import instead_of_kernels, measure_once

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
 from benchmarks.harness import line_up, noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
+from benchmarks.lib.expert_tables import calls, derived, evaluations, is_published, show
 from benchmarks.lib.options import RankOptions, command
 from benchmarks.lib.profiling_record import collect_files
 from benchmarks.lib.scaling_record import crowded

@@ -14,8 +14,8 @@ from typing import Literal
 import click
 import torch
 
-from benchmarks.collective import probe as probe_link
-from benchmarks.gate import check as check_model
+from benchmarks.lib.collective import probe as probe_link
+from benchmarks.lib.gate import check as check_model
 from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,

@@ -9,17 +9,18 @@ from typing import Any
 import click
 import torch
 
-from benchmarks import attention, checkpoints, fused, long_context, memory_tables, norms
+from benchmarks import attention, checkpoints, fused, long_context, norms
 from benchmarks.attention import Attention
-from benchmarks.cost_tables import cost_tables
 from benchmarks.e2e import COLUMNS, label, row
-from benchmarks.expert_tables import expert_tables
+from benchmarks.lib import memory_tables
 from benchmarks.lib.contest import OURS, format_ms
+from benchmarks.lib.cost_tables import cost_tables
+from benchmarks.lib.expert_tables import expert_tables
 from benchmarks.lib.kernel import FORWARD
+from benchmarks.lib.parallel_tables import parallel_tables
 from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.lib.sheets import day, groups, machine, pages
-from benchmarks.parallel_tables import parallel_tables
 from benchmarks.records import RESULTS, Record, read_records, shown
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

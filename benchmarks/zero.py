@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.harness import gather_times, ratios, saved_storages
 from benchmarks.lib.options import command
+from benchmarks.lib.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.lib.turns import OF_GRADIENTS, TORCH_FSDP, TORCH_ZERO, Arena, Turn, zero_candidates
-from benchmarks.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks

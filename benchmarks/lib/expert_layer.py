@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.collective import room
 from benchmarks.harness import (
     WrongResultError,
     gather_times,
@@ -23,6 +22,7 @@ from benchmarks.harness import (
     summarise,
     take_turns,
 )
+from benchmarks.lib.collective import room
 from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.records import Record

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.launcher import Answer
+from benchmarks.lib.rank_step import predict_step
 from benchmarks.lib.scaling_logs import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.lib.scaling_study import Layout, LayoutOptions
-from benchmarks.rank_step import predict_step
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.closed_forms import Link

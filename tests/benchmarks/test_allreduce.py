@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import allreduce, collective
-from benchmarks.collective import AllReduceJob, AllReduceSettings
+from benchmarks import allreduce
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import mpi, options
+from benchmarks.lib import collective, mpi, options
+from benchmarks.lib.collective import AllReduceJob, AllReduceSettings
 from benchmarks.records import RESULTS, Record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link

@@ -9,9 +9,10 @@ import click
 import pytest
 import torch
 
-from benchmarks import collective, harness
-from benchmarks.collective import AllReduceJob, AllReduceSettings
+from benchmarks import harness
 from benchmarks.harness import WrongResultError
+from benchmarks.lib import collective
+from benchmarks.lib.collective import AllReduceJob, AllReduceSettings
 from benchmarks.lib.profiling_record import collect_files
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Place, all_reduce, launch

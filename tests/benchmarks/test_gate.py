@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gate import check
 from benchmarks.harness import WrongResultError
+from benchmarks.lib.gate import check
 from benchmarks.lib.workload import Case
 from cs336_systems.presets import ModelConfig, model_preset
 

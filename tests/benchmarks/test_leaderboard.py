@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import leaderboard
 from benchmarks.attention import AttentionTask, inputs
-from benchmarks.gate import tolerance
 from benchmarks.harness import WrongResultError
 from benchmarks.leaderboard import FULL, TINY, LeaderboardStep, gate_step, largest_step
+from benchmarks.lib.gate import tolerance
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

@@ -8,10 +8,10 @@ import torch
 
 from benchmarks import memory
 from benchmarks.lib import sheets as common
+from benchmarks.lib.memory_tables import grouped, label, peak_row, sheets
 from benchmarks.lib.plan import Bench
 from benchmarks.lib.residuals import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
-from benchmarks.memory_tables import grouped, label, peak_row, sheets
 from benchmarks.records import Record, read_records
 from benchmarks.tables import measured_tables
 from cs336_systems.cost import Hardware

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from benchmarks import moe_sweep
-from benchmarks.expert_tables import arithmetic, cells, expert_tables, row
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
+from benchmarks.lib.expert_tables import arithmetic, cells, expert_tables, row
 from benchmarks.moe_sweep import MoESweepSettings, chosen_capacity, draw, factor, lines, parse_capacity
 from benchmarks.records import Record, append_record, open_records
 from cs336_systems.comm import Place

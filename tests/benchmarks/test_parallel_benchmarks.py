@@ -13,13 +13,13 @@ from benchmarks import (
     e2e,
     long_context,
     moe_eval,
-    parallel_run,
     profiling_run,
     scaling,
     zero,
 )
+from benchmarks.lib import parallel_run
+from benchmarks.lib.parallel_run import StepSettings
 from benchmarks.lib.turns import check, wrapped
-from benchmarks.parallel_run import StepSettings
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.gate import compare_steps, tolerance
 from benchmarks.lib import options, scaling_study
+from benchmarks.lib.gate import compare_steps, tolerance
 from benchmarks.lib.scaling_measure import measure_peak
 from benchmarks.lib.scaling_record import crowded, peak_flops, pipeline_bubble, predict, study_run
 from benchmarks.lib.scaling_study import Layout, Study

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collective import size_name
+from benchmarks.lib.collective import size_name
 from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected, spread
 from benchmarks.lib.expert_scores import DECODER
 from benchmarks.lib.sheets import groups, machine, time

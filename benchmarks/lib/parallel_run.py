@@ -9,13 +9,13 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.collective import probe as probe_link
-from benchmarks.collective import room
 from benchmarks.harness import noise, summarise
+from benchmarks.lib.collective import probe as probe_link
+from benchmarks.lib.collective import room
 from benchmarks.lib.options import COUNT, RankOptions
+from benchmarks.lib.parallel_tables import sheets
 from benchmarks.lib.sheets import show
 from benchmarks.lib.turns import UNTIMED, Arena, Build, Turn, check
-from benchmarks.parallel_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
