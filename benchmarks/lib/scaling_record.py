@@ -117,8 +117,8 @@ def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
 def layout_name(record: Record) -> str:
     """`2x2x2`, and what is unusual: `1x1x2, zero 1`."""
     usual = {"zero": 0, "schedule": "1f1b", "chunks": 1, "sequence_parallel": False}
-    config = usual | record.config
-    return ", ".join([config["layout"], *(f"{name} {config[name]}" for name in usual if config[name] != usual[name])])
+    unusual = {name: record.config[name] for name in usual if record.config.get(name, usual[name]) != usual[name]}
+    return ", ".join([str(record.config["layout"]), *(f"{name} {value}" for name, value in unusual.items())])
 
 
 def study_run(record: Record) -> ScalingRun:
