@@ -82,8 +82,8 @@ def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypat
 
 
 def test_a_smoke_run_records_nothing(in_tmp, capsys):
-    assert run("--smoke", "--contexts", "32") == 0  # what is given stays
+    assert run("--smoke") == 0
     shown = capsys.readouterr().out.replace(" ", "")
-    assert "│32│2│ring│" in shown
+    assert "│64│2│ring│" in shown
     assert "│4│" not in shown
     assert not list(in_tmp.iterdir())
