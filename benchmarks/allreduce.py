@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 import click
 import torch
 
-from benchmarks import parallel_tables
-from benchmarks.collective import (
+from benchmarks.harness import WrongResultError
+from benchmarks.lib import mpi, parallel_tables, sheets
+from benchmarks.lib.collective import (
     COURSE_SIZES,
     SMOKE_SIZES,
     AllReduceBackend,
@@ -21,8 +22,6 @@ from benchmarks.collective import (
     size_name,
     work,
 )
-from benchmarks.harness import WrongResultError
-from benchmarks.lib import mpi, sheets
 from benchmarks.lib.options import Recorder, command
 from benchmarks.records import Record, every_record
 from cs336_systems.comm import CommError, Place, find_place

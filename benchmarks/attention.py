@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Phases
+from benchmarks.harness import Phases, rounding
 from benchmarks.lib.contest import OURS, UnavailableError, spread
 from benchmarks.lib.kernel import (
     BACKWARD,
@@ -28,7 +28,6 @@ from benchmarks.lib.kernel import (
     drawing,
     ours,
     require_few,
-    tolerance,
 )
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.options import COUNT, command
@@ -101,16 +100,6 @@ def load_eager(task: AttentionTask, device: torch.device) -> Function:
     return lambda q, k, v: naive_attention(q[None], k[None], v[None], bias)[0]
 
 
-def load_compiled(task: AttentionTask, device: torch.device) -> Function:
-    """Load the course's attention, compiled by torch.compile."""
-    return compile_model(load_eager(task, device), device)
-
-
-def load_tiled(task: AttentionTask, device: torch.device) -> Function:
-    """FlashAttention-2's algorithm in plain torch, tile by tile."""
-    return lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal)
-
-
 def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if task.dim > MAX_DIM:
@@ -130,9 +119,10 @@ def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) ->
 
 CANDIDATES: dict[str, Load] = {
     OURS: load_ours,
-    "tiled": load_tiled,
+    # FlashAttention-2's algorithm in plain torch.
+    "tiled": lambda task, device: lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal),
     "eager": load_eager,
-    "compiled": load_compiled,
+    "compiled": lambda task, device: compile_model(load_eager(task, device), device),
     "sdpa-flash": partial(load_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": partial(load_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-cudnn": partial(load_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -163,7 +153,7 @@ def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> 
     The output of a few queries, from the first to the last, needs only them.
     """
     queries = spread(task.seq, GATE_QUERIES, inputs.leaves["q"].device)
-    bound = tolerance(task, max(task.seq, task.dim), STAGES)
+    bound = rounding(STAGES, task.dtype, max(task.seq, task.dim))
     at, functions = (slice(None), queries), (function, partial(some_queries, queries=queries, is_causal=task.causal))
     return require_few(name, functions, inputs.leaves, {"q": at}, ["output"], at, inputs.grads, bound)
 

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_state
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
-from benchmarks.harness import WrongResultError, noise, ratios, summarise, take_turns
+from benchmarks.harness import WrongResultError, gather_times, line_up, noise, now, ratios, summarise, take_turns
 from benchmarks.lib.options import COUNT, command
+from benchmarks.lib.parallel_run import ParallelSettings, start
 from benchmarks.lib.sheets import MARK, day, groups, machine, median, show, time
-from benchmarks.parallel_run import ParallelSettings, start
-from benchmarks.rank_times import gather_times, line_up, now
 from benchmarks.records import Record
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save
@@ -34,7 +33,7 @@ from cs336_systems.comm import Group, Place, agree, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, setting
-from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.machine import environment, usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.train.__main__ import require_fit
 from cs336_systems.train.recipe import Recipe
@@ -223,6 +222,7 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
     for name, candidate in rivals.items():
         metrics = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
         what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()} | shape
+        what |= {"link": settings.link} if settings.link else {}
         expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
         found = metrics | {"bytes": bench.nbytes}
         records.append(Record("checkpoints", what, stamp, samples[name], found, expected, noise(metrics)))
@@ -232,7 +232,8 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
 def title(record: Record) -> str:
     """The state that is saved, and the machine."""
     config, size = record.config, format_bytes(record.metrics["bytes"])
-    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {machine(record)}"
+    link = f"{config['link']}; " if "link" in config else ""
+    return f"{config['size']}, {size} of weights and AdamW state, {config['ranks']} ranks; {link}{machine(record)}"
 
 
 def row(record: Record) -> list[str]:
@@ -254,7 +255,7 @@ def sheets(records: list[Record]) -> list[Table]:
 
 def require_room(settings: CheckpointSettings, place: Place) -> None:
     """Raises UserError if a rank's part of the run does not fit."""
-    device, ranks = choose_device(settings.device), place.world_size
+    device, ranks = settings.on, place.world_size
     usable = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
     try:
         require_fit(recipe_of(settings, ranks, device.type), ranks, usable)
@@ -265,7 +266,7 @@ def require_room(settings: CheckpointSettings, place: Place) -> None:
 
 def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
-    device = choose_device(settings.device)
+    device = settings.on
     recipe = recipe_of(settings, place.world_size, device.type)
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from benchmarks import e2e
-from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios, take_turns
+from benchmarks.lib.gate import check
 from benchmarks.lib.options import command
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.sheets import median, ratio, remarks, show, time
@@ -21,7 +21,7 @@ from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.machine import choose_device, usable_memory
+from cs336_systems.host.machine import usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.presets import with_edition
 
@@ -85,9 +85,11 @@ def main(settings: PassSettings, variants: tuple[str, ...]) -> None:
     """Time VARIANTS of one model in turn, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
     if len(variants) < 2 or len(set(variants)) < len(variants):
         raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")
+    if settings.all_sizes:
+        raise UserError("variants of one size are compared: drop --all-sizes, and name it with --size")
     if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, warmup=0, steps=1)
-    mode, device = settings.mode or "forward-backward", choose_device(settings.device)
+        settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=0, steps=1)
+    mode, device = settings.mode or "forward-backward", settings.on
     chosen = {name: parse_variant(name, settings) for name in variants}
     cases = {name: each.case(settings.size, device) for name, each in chosen.items()}
     usable = usable_memory(device) // len(cases)

@@ -11,8 +11,8 @@ from statistics import median
 
 from benchmarks.harness import ratios
 from benchmarks.lib.options import command
+from benchmarks.lib.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.lib.turns import ALONE, TORCH_DDP, Turn, ddp_candidates
-from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -22,7 +22,7 @@ from cs336_systems.host.console import setting
 
 
 @dataclass(frozen=True)
-class DDPSettings(ParallelSettings):
+class DDPSettings(StepSettings):
     """Options of the command line, one field each."""
 
     bucket_sizes: str = setting("5 25 100 500", "Sizes of BucketedDDP's buckets in 10^6 bytes.")

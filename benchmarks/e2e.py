@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gate import check
-from benchmarks.lib.options import command
+from benchmarks.lib.gate import check
+from benchmarks.lib.options import command, refuse_ignored
 from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
 from benchmarks.lib.sheets import median, remarks, show, time
 from benchmarks.lib.workload import PHASES, Case, Workload
@@ -17,7 +17,7 @@ from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
-from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.host.machine import out_of_memory, usable_memory
 from cs336_systems.host.table import Table
 from cs336_systems.presets import course_sizes, with_edition
 
@@ -117,9 +117,10 @@ def row(record: Record) -> list[str]:
 @command(PassSettings)
 def main(settings: PassSettings) -> None:
     """Time forward, backward and optimizer of a transformer on random tokens, beside predictions."""
+    refuse_ignored({"all_sizes": ("measures all of them", ("size",))})
     if settings.smoke:
-        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
-    device = choose_device(settings.device)
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, context=32, warmup=0, steps=1)
+    device = settings.on
     usable = usable_memory(device)
     sizes = course_sizes(settings.year) if settings.all_sizes else (settings.size,)
     cases = {size: settings.case(size, device) for size in sizes}

@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import Phases, require_close
+from benchmarks.harness import UNIT_ROUNDOFF, Phases, require_close, rounding
 from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
     FORWARD,
     STAGES,
-    UNIT_ROUNDOFF,
     Function,
     Inputs,
     Kernel,
@@ -30,7 +29,6 @@ from benchmarks.lib.kernel import (
     ours,
     require_few,
     theirs,
-    tolerance,
 )
 from benchmarks.lib.kernel_run import ONE_CANDIDATE, KernelSettings, run_kernels
 from benchmarks.lib.options import command
@@ -40,7 +38,6 @@ from benchmarks.records import Record
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, setting
-from cs336_systems.host.machine import choose_device
 from cs336_systems.optim.adamw import AdamW
 from kernels.adamw import FusedAdamW
 from kernels.cross_entropy import LinearCrossEntropyFunction, chunk_tokens
@@ -114,7 +111,8 @@ class CrossEntropy(Kernel):
         """A few tokens are enough: the targets of all others are ignored, as padding is, so that the loss is that of
         the few, and they alone have a gradient."""
         targets = inputs.others[0]
-        some, bound = spread(task.sizes[0], GATE_TOKENS, targets.device), tolerance(task, max(task.sizes[1:]))
+        some = spread(task.sizes[0], GATE_TOKENS, targets.device)
+        bound = rounding(STAGES, task.dtype, max(task.sizes[1:]))
         ignored = torch.full_like(targets, IGNORED)
         ignored[some] = targets[some]
         functions = (lambda *leaves: function(*leaves, ignored)), partial(torch_loss, targets=targets[some])
@@ -233,13 +231,7 @@ def rate(record: Record) -> str:
 SHEET = Sheet(
     "sizes",
     shape,
-    (
-        ("rate", rate),
-        ("of floor", metric("floor_fraction_median", "{:.0%}".format)),
-        BEST_OTHER,
-        HOST,
-        *PEAKS,
-    ),
+    (("rate", rate), ("of floor", metric("floor_fraction_median", "{:.0%}".format)), BEST_OTHER, HOST, *PEAKS),
     "of floor: the time of the floor, in turn with the candidates, over the candidate's. The floor is a copy of as many"
     " bytes, for cross-entropy (tokens x d_model x vocab) the matrix products alone, of which 80% are the goal. "
     "rate: counts no more than what the floor does, bytes or FLOPs. adamw (layers x d_model x vocab of a GPT-2): one "
@@ -278,7 +270,7 @@ def main(settings: FusedSettings) -> None:
     """Time fused kernels, the unfused code, and a lower bound (a copy, or the matrix products), beside predictions."""
     if settings.smoke:
         settings = replace(settings, rounds=2)
-    device = choose_device(settings.device)
+    device = settings.on
     work = [(KERNELS[task.kernel], task) for task in settings.tasks(device)]
     if not work:
         raise UserError(f"nothing to measure: {', '.join(settings.kernels())} is not measured in {settings.dtype}")

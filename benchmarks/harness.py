@@ -1,15 +1,20 @@
-"""Measurement: warm up, keep every sample, interleave what is compared, reject results that are wrong or too fast."""
+"""Measurement, on one rank or several: warm up, keep every sample, interleave what is compared, reject results that are
+wrong or too fast."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from cs336_systems.comm import Group, all_gather, all_reduce
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -97,6 +102,39 @@ def measure(
     return result
 
 
+def gather_times(samples_ms: Sequence[float], group: Group, device: torch.device) -> Tensor:
+    """Every rank's samples in milliseconds (rank sample), on every rank. All ranks give equally many."""
+    times = torch.zeros(group.size(), len(samples_ms), dtype=torch.float64, device=device)
+    times[group.rank()] = torch.tensor(samples_ms, dtype=torch.float64)
+    all_gather(times.view(-1), group, "times").wait()
+    return times.cpu()
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def line_up(group: Group, device: torch.device) -> None:
+    """Let the ranks start as one."""
+    all_reduce(torch.zeros(1, device=device), group, "line up").wait()
+
+
+def time_ranks(
+    run: Callable[[], object], group: Group, device: torch.device, warmup: int, steps: int,
+    advance: Callable[[str], None] = lambda note: None,
+) -> Tensor:  # fmt: skip
+    """Let all ranks do `run` together, warmup + steps times: milliseconds of those that count (rank sample).
+
+    A small all-reduce before each, untimed, lets the ranks start together; the time until the last is done is then
+    `times.amax(dim=0)`.
+    """
+    done = measure({"run": run}, device, warmup, steps, before=partial(line_up, group, device), advance=advance)
+    return gather_times(done.samples_ms["run"], group, device)
+
+
 def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
     """Mean, standard deviation, median and range of samples in milliseconds."""
     return {
@@ -161,7 +199,7 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
     """The storages that autograd keeps for backward of what runs in the block, by address."""
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
@@ -169,17 +207,31 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
         yield saved
 
 
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def rounding(stages: int, precision: str, longest_sum: int) -> float:
+    """The relative error, in the L2 norm, that rounding explains.
+
+    To first order each of `stages` roundings that follow one another adds one unit roundoff, and a float32 sum of n
+    terms about sqrt(n) of its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
+    """
+    return stages * (UNIT_ROUNDOFF[precision] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])
+
+
 class WrongResultError(UserError):
     """A candidate's result differs from its reference, so its speed means nothing."""
 
 
-def require_close(name: str, candidate: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:
+def require_close(name: str, candidate: Tensor, reference: Tensor, tolerance: float) -> float:
     """The correctness gate: the relative L2 error of candidate to reference, both of one shape.
 
-    Raises WrongResultError if it exceeds the tolerance or is not a number.
+    It is infinite where the reference is zero and the candidate is not. Raises WrongResultError if it exceeds the
+    tolerance or is not a number.
     """
     wide = reference.double()
-    error = (torch.linalg.vector_norm(candidate.double() - wide) / torch.linalg.vector_norm(wide)).item()
+    off, size = (torch.linalg.vector_norm(each).item() for each in (candidate.double() - wide, wide))
+    error = off / size if size else off and math.inf
     if not error <= tolerance:
         raise WrongResultError(
             f"{name} is off its reference by {error:.2e}, more than {tolerance:.2e}: no speed reported"

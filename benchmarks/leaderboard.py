@@ -14,11 +14,11 @@ import click
 import torch
 
 from benchmarks.attention import LEADERBOARD, flops, gate, inputs, load_ours
-from benchmarks.gate import make_it_matter, tolerance
 from benchmarks.harness import measure, require_close, summarise, suspicions
 from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
+from benchmarks.lib.gate import make_it_matter, tolerance
 from benchmarks.lib.kernel import BOTH, Function
-from benchmarks.lib.options import COUNT, RecordOptions, command
+from benchmarks.lib.options import COUNT, DeviceOptions, command
 from benchmarks.lib.plan import instead_of_kernels, measure_once
 from benchmarks.lib.workload import Case, compile_model
 from benchmarks.records import Record
@@ -26,7 +26,7 @@ from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, setting
-from cs336_systems.host.machine import PeakMemory, choose_device, environment, usable_memory
+from cs336_systems.host.machine import PeakMemory, environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.model.precision import set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
@@ -50,14 +50,13 @@ GATE_CONTEXT = 128
 
 
 @dataclass(frozen=True)
-class LeaderboardSettings(RecordOptions):
+class LeaderboardSettings(DeviceOptions):
     """Options of the command line, one field each."""
 
     task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
     layers: int | None = setting(None, "Layers of the 8B model.  [default: as many as fit, 34 at most]", type=COUNT)
     seconds: float = setting(10.0, "Seconds of repetitions of the attention task.", type=click.FloatRange(0.1))
     steps: int = setting(3, "Timed training steps, after two untimed ones.", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) ->
 @command(LeaderboardSettings)
 def main(settings: LeaderboardSettings) -> None:
     """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
-    device = choose_device(settings.device)
+    device = settings.on
     set_matmul_precision(device, "fp32")
     recorder = settings.recorder("leaderboard", device)
     hardware = measure_once(device, "bf16", 0.02 if settings.smoke else 0.5)

@@ -117,9 +117,11 @@ def sheets(records: list[Record]) -> list[Table]:
     return [Table(title_of(rows[0]), COLUMNS, list(map(row, rows)), NOTE) for rows in groups(records, title_of)]
 
 
-def draw(path: Path) -> Path:
-    """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
-    newest = [each for each in read_records(path) if each.metrics.get("memory_bytes")]
+def draw(path: Path, like: Record) -> Path:
+    """Draw peak memory and time over the length from all records of a file that one table with the record `like` shows;
+    returns the picture beside it."""
+    alike = (each for each in read_records(path) if title_of(each) == title_of(like))
+    newest = [each for each in alike if each.metrics.get("memory_bytes")]
     newest.sort(key=lambda each: each.config["context"])
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
     styles = dict(zip(("one rank", "ring", "gather", "ulysses"), STYLES, strict=False))
@@ -160,7 +162,7 @@ def main(settings: LongContextSettings) -> None:
     recorder = study.run("long_context", partial(layout_record, settings), sheets)
     if recorder and recorder.path:
         with shown(recorder.path):
-            print(printable(f"plot in {draw(recorder.path)}") if can_plot() else HOW_TO_PLOT)
+            print(printable(f"plot in {draw(recorder.path, recorder.records[0])}") if can_plot() else HOW_TO_PLOT)
     study.require_right()
 
 

@@ -6,35 +6,31 @@ own maximum. Instead of peaks, `--residuals` lists tensors kept for backward, `-
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import torch
-from click.core import ParameterSource
 
-from benchmarks.lib.options import command
+from benchmarks.lib.memory_tables import sheets
+from benchmarks.lib.options import command, refuse_ignored
 from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import Strategy, best, model_residuals, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
 from benchmarks.lib.workload import Case, ModelOptions, Workload, model_config
-from benchmarks.memory_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import flag, format_bytes, format_seconds, setting
-from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.host.console import format_bytes, format_seconds, setting
+from cs336_systems.host.machine import out_of_memory, usable_memory
 from cs336_systems.presets import ModelConfig, Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.memory import CATEGORIES, MemoryTimeline, memory_timeline
 
-# Options that would be ignored beside another: by that, why, and which.
 CLASHES = {
     "residuals": ("counts every way of recomputing, for forward alone", ("segments", "recompute", "recompute_every")),
     "segments": ("measures the ways of recomputing that may be best", ("recompute", "recompute_every")),
@@ -49,16 +45,6 @@ class MemorySettings(ModelOptions):
     all_sizes: bool = setting(False, "Measure every size of the year's edition; with fp32, the largest in bf16, too.")
     residuals: bool = setting(False, "Instead list the tensors kept for backward, block by block.")
     segments: bool = setting(False, "Instead find the best length of recomputed segments.")
-
-    def refuse_ignored(self) -> None:
-        """Raises UserError if an option that was given on the command line would be ignored."""
-        line = click.get_current_context()
-        given = {name for name in line.params if line.get_parameter_source(name) != ParameterSource.DEFAULT}
-        for name, (why, others) in CLASHES.items():
-            for other in given.intersection(others) if name in given else ():
-                raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one")
-        if "recompute_every" in given and self.recompute != "segments":
-            raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
     def cases(self, device: torch.device) -> list[tuple[str, Case]]:
         """The sizes and shapes to measure. Raises UserError for a size or a choice that does not exist."""
@@ -114,7 +100,7 @@ class Peak:
         if not self.fits:
             return missing
         try:
-            metrics = measure_activations(self.case) if self.way else measure_peak(self.case, self.passes)
+            metrics = measure_peak(self.case, self.passes, self.mode == "activations")
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -132,20 +118,6 @@ def shape_of(case: Case) -> tuple[ModelConfig, int, int, Precision]:
     return case.config, case.batch, case.config.context_length, case.precision
 
 
-def take_passes(
-    load: Workload, mode: Mode, phase: Callable[[str], AbstractContextManager[object]] = nullcontext
-) -> None:
-    """The passes of one mode, once, each inside `phase(name)`."""
-    with phase("forward"):
-        (load.forward_only if mode == "forward" else load.forward)()
-    if mode != "forward":
-        with phase("backward"):
-            load.backward()
-    if mode == "step":
-        with phase("optimizer"):
-            load.update()
-
-
 def profiled(case: Case, mode: Mode) -> MemoryTimeline:
     """The memory of one pass over time; of a step the second."""
     load = Workload(case)
@@ -154,28 +126,28 @@ def profiled(case: Case, mode: Mode) -> MemoryTimeline:
         with Capture(Path(folder), None, load.weights, load.optimizer, warmup=1 if mode == "step" else 0) as capture:
             for _ in range(capture.total):
                 with capture.step():
-                    take_passes(load, mode, capture.phase)
+                    for name, run in load.phases(mode).items():
+                        with capture.phase(name):
+                            run()
                 losses.append(load.loss)
         return memory_timeline(read_trace(trace_files(Path(folder))[0]))
 
 
-def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
-    """The metrics of one pass: its peak in bytes and, where every allocation is seen, the parts of the peak."""
-    if case.device.type != "cuda":
+def measure_peak(case: Case, mode: Mode, activations: bool) -> dict[str, Any]:
+    """The metrics of one pass: its peak in bytes and, where every allocation is seen, the parts of the peak. Or the
+    most bytes of `activations` at once: what forward made, also when backward runs it again."""
+    if activations or case.device.type != "cuda":
         found = profiled(case, mode)
+        if activations:
+            return {"peak_bytes": max(amounts[CATEGORIES.index("activations")] for amounts in found.amounts)}
         return {"peak_memory_bytes": found.peak, "memory_by_part": found.at_peak}
     load = Workload(case)
     for _ in range(2 if mode == "step" else 1):
         torch.cuda.reset_peak_memory_stats(case.device)
-        take_passes(load, mode)
+        for run in load.phases(mode).values():
+            run()
     torch.cuda.synchronize(case.device)
     return {"peak_memory_bytes": torch.cuda.max_memory_allocated(case.device)}
-
-
-def measure_activations(case: Case) -> dict[str, Any]:
-    """The most bytes of activations at once: what forward made, also when backward runs it again."""
-    place, found = CATEGORIES.index("activations"), profiled(case, "forward-backward")
-    return {"peak_bytes": max(amounts[place] for amounts in found.amounts)}
 
 
 def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]:
@@ -229,11 +201,12 @@ def show_plan(runs: list[Peak], usable: int) -> None:
 @command(MemorySettings)
 def main(settings: MemorySettings) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
-    settings.refuse_ignored()
-    device = choose_device(settings.device)
+    if "recompute_every" in refuse_ignored(CLASHES) and settings.recompute != "segments":
+        raise UserError(f"--recompute-every needs --recompute segments, not {settings.recompute}; add it, or drop both")
+    device = settings.on
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:
-        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, context=32)
         cases = settings.cases(device)
     recorder = settings.recorder("memory", device)
     benches: dict[Precision, Bench] = {}

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.lib.options import RecordOptions, command
+from benchmarks.lib.options import DeviceOptions, command
 from benchmarks.records import Record
 from cs336_systems.host import console
-from cs336_systems.host.console import setting
-from cs336_systems.host.machine import choose_device, environment
+from cs336_systems.host.machine import environment
 from cs336_systems.host.table import Table
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
@@ -162,13 +161,6 @@ CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators s
 
 
 @dataclass(frozen=True)
-class MixedPrecisionSettings(RecordOptions):
-    """Every field is an option of the command line."""
-
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-
-
-@dataclass(frozen=True)
 class Sum:
     """`COUNT` terms added to a sum in place, each of them cast to the sum's format before that or not."""
 
@@ -275,11 +267,11 @@ def run_dtypes(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
     return records
 
 
-@command(MixedPrecisionSettings)
+@command(DeviceOptions)
 @click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
-def main(settings: MixedPrecisionSettings, lesson: str) -> None:
+def main(settings: DeviceOptions, lesson: str) -> None:
     """Print the results of the course's sums in each number format, and the dtype of every part under autocast."""
-    device = choose_device(settings.device)
+    device = settings.on
     recorder = settings.recorder("mixed_precision", device)
     stamp = environment(device, settings.commit)
     if lesson != DTYPES_LESSON:

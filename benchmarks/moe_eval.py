@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
-from benchmarks.harness import noise, take_turns
+from benchmarks.harness import line_up, noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
+from benchmarks.lib.expert_tables import calls, derived, evaluations, is_published, show
 from benchmarks.lib.options import RankOptions, command
+from benchmarks.lib.profiling_record import collect_files
 from benchmarks.lib.scaling_record import crowded
-from benchmarks.rank_times import collect_files, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
@@ -30,7 +30,7 @@ from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, os_errors, setting
-from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.machine import environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.layout import check_divides, check_experts
 from cs336_systems.presets import Dispatch, ModelConfig, preset
@@ -156,7 +156,7 @@ def make_record(
 
 def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     """One rank's part: the turns, the profile, and on rank 0 the tables and the record."""
-    device, config = choose_device(settings.device), settings.config()
+    device, config = settings.on, settings.config()
     free = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from benchmarks.expert_tables import layers, show
 from benchmarks.lib.expert_layer import Bench, Candidate, LayerSettings, Way, cell, work
+from benchmarks.lib.expert_tables import layers, show
 from benchmarks.lib.launcher import rank_counts, run
 from benchmarks.lib.options import COUNT, command
 from cs336_systems.comm import Group

@@ -17,9 +17,9 @@ from typing import Any
 
 import click
 
-from benchmarks.collective import size_name
-from benchmarks.expert_tables import show, sweep
+from benchmarks.lib.collective import size_name
 from benchmarks.lib.expert_layer import DEVICE, Bench, Candidate, LayerSettings, Way, cell, work
+from benchmarks.lib.expert_tables import show, sweep
 from benchmarks.lib.launcher import rank_counts, run
 from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.sheets import groups

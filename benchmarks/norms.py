@@ -14,7 +14,6 @@ from benchmarks.lib.row_kernels import Norm
 from benchmarks.lib.sheets import BEST_OTHER, HOST, Sheet, metric
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
-from cs336_systems.host.machine import choose_device
 
 NORM = Norm()
 COURSE_ROWS, COURSE_COLUMNS = 50_000, (1024, 2048, 4096, 8192)
@@ -68,7 +67,7 @@ def main(settings: NormSettings) -> None:
     """Time normalisations forward and backward, each beside a copy of the same bytes and a prediction."""
     if settings.smoke:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
-    device = choose_device(settings.device)
+    device = settings.on
     remark = "" if settings.rows else f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor"
     run_kernels("norms", settings, [(NORM, task) for task in settings.tasks(device)], SHEET, remark)
 

@@ -14,12 +14,13 @@ from typing import Literal
 import click
 import torch
 
-from benchmarks.collective import probe as probe_link
-from benchmarks.gate import check as check_model
+from benchmarks.lib.collective import probe as probe_link
+from benchmarks.lib.gate import check as check_model
 from benchmarks.lib.options import COUNT, command
 from benchmarks.lib.profiling_record import (
     BUCKET_SIZE_MB,
     beside_measured,
+    collect_files,
     leave_pictures,
     make_record,
     memory_snapshot,
@@ -27,7 +28,6 @@ from benchmarks.lib.profiling_record import (
 )
 from benchmarks.lib.turns import ADAMW, Build, alone, check, stage, torch_ddp, wrapped
 from benchmarks.lib.workload import Case, ModelOptions, compile_model
-from benchmarks.rank_times import collect_files
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
@@ -35,7 +35,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import PATIENCE, setting
-from cs336_systems.host.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.host.machine import device_name, environment, usable_memory
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
@@ -115,7 +115,7 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
 
 def work(place: Place, settings: ProfilingSettings) -> None:
     """One rank's part: the gates, the steps, and on rank 0 the report and the record."""
-    device = choose_device(settings.device)
+    device = settings.on
     # Between ranks that share memory only waits are in the trace; gloo's threads show what overlaps.
     backend = settings.backend or ("nccl" if device.type == "cuda" else "gloo")
     case = settings.case(settings.size, device)
@@ -157,7 +157,7 @@ def main(settings: ProfilingSettings) -> None:
     """Profile training steps on all ranks; write traces, tables, flame graph, memory, overlap and timeline."""
     here = find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
-    device = choose_device(settings.device)
+    device = settings.on
     settings.case(settings.size, device)
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)

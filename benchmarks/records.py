@@ -82,16 +82,12 @@ def append_record(record: Record, path: Path) -> Record:
     return record
 
 
-def require_written(path: Path) -> None:
-    """Raises UserError if this process could not append records. To be called after the table is printed."""
+def appended(count: int, path: Path) -> str:
+    """Line to print about `count` new records, after the table. Raises UserError if some could not be written."""
     if lost := unwritten.pop(path, []):
         missing = f"{len(lost)} record{'s' * (len(lost) > 1)} could not be appended to {path}: {lost[0]}; the figures"
         raise UserError(f"{missing} are in the table alone; next time name another folder with --results DIR")
 
-
-def appended(count: int, path: Path) -> str:
-    """Line to print about `count` new records. Raises UserError if some could not be written."""
-    require_written(path)
     return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
 
 

@@ -16,7 +16,7 @@ import click
 
 from benchmarks.harness import ratios
 from benchmarks.lib.launcher import Answer
-from benchmarks.lib.options import COUNT
+from benchmarks.lib.options import COUNT, refuse_ignored
 from benchmarks.lib.scaling_anomalies import anomalies
 from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_plot import draw
@@ -32,7 +32,7 @@ from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import finite, setting
+from cs336_systems.host.console import finite, flag, setting
 from cs336_systems.host.text import printable
 from cs336_systems.presets import Precision, Recompute, preset
 from cs336_systems.schedule.lists import ScheduleName
@@ -213,6 +213,8 @@ def main(context: click.Context, /, **options: Any) -> None:
     """Train in each layout of a grid, in turn; print times, efficiency, bubbles, memory and anomalies."""
     if context.invoked_subcommand is None:
         measure(ScalingSettings(**options))
+    elif given := refuse_ignored({}):
+        raise UserError(f"{context.invoked_subcommand} measures nothing: drop {flag(min(given))}")
 
 
 main.add_command(import_log)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import ratios, saved_storages
+from benchmarks.harness import gather_times, ratios, saved_storages
 from benchmarks.lib.options import command
+from benchmarks.lib.parallel_run import ParallelRun, StepSettings, start, worker_run
 from benchmarks.lib.turns import OF_GRADIENTS, TORCH_FSDP, TORCH_ZERO, Arena, Turn, zero_candidates
-from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
-from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -117,15 +116,15 @@ def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, 
     return run.record("zero", name, turn, metrics, predicted)
 
 
-def work(place: Place, settings: ParallelSettings) -> None:
+def work(place: Place, settings: StepSettings) -> None:
     """One rank's part."""
     memory: dict[str, dict[str, int]] = {}
     make, look = partial(make_record, memory), lambda arena: memory.update(held_memory(arena))
     worker_run(place, settings, "zero", zero_candidates(), make, before=look)
 
 
-@command(ParallelSettings)
-def main(settings: ParallelSettings) -> None:
+@command(StepSettings)
+def main(settings: StepSettings) -> None:
     """Time training steps of all ZeRO stages and PyTorch's in turn, and count the bytes that each keeps in memory."""
     start(work, settings, "zero")
 

@@ -91,14 +91,6 @@ class Stopwatch:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.filler = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
-    def host_seconds(self, entry: Entry) -> float:
-        """Seconds for which a call keeps the host busy; the GPU's work is not awaited."""
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        for run in entry.phases.values():
-            run()
-        return time.perf_counter() - start
-
     def laps(self, entry: Entry) -> dict[str, list[float]]:
         """The milliseconds of each phase in each of the entry's calls."""
         timer = Timer(self.device)
@@ -120,10 +112,17 @@ class Stopwatch:
         return statistics.median(totals)
 
     def settle(self, entry: Entry) -> None:
-        """Choose the number of calls per sample, and the time by which the host has to run ahead."""
+        """Choose the number of calls per sample and, by the time for which a call keeps the host busy, how far the host
+        has to run ahead of a GPU."""
         if self.device.type == "cuda":
-            seconds = min(self.host_seconds(entry) for _ in range(3))
-            entry.metrics["host_us"], entry.lead = 1e6 * seconds, min(2 * seconds, LONGEST_LEAD)
+            seconds = []
+            for _ in range(3):
+                torch.cuda.synchronize(self.device)
+                start = time.perf_counter()
+                for run in entry.phases.values():
+                    run()
+                seconds.append(time.perf_counter() - start)  # the GPU's work is not awaited
+            entry.metrics["host_us"], entry.lead = 1e6 * min(seconds), min(2 * min(seconds), LONGEST_LEAD)
         lap = sum(times[0] for times in self.laps(entry).values())
         entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
 

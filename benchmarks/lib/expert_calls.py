@@ -14,8 +14,8 @@ from pathlib import Path
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.harness import line_up
 from benchmarks.lib.expert_scores import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, How, Scorer, Tally, tagged
-from benchmarks.rank_times import line_up
 from cs336_systems.comm import agree
 from cs336_systems.presets import Dispatch, ModelConfig
 from cs336_systems.profiling import Capture

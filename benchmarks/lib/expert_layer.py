@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.collective import room
-from benchmarks.gate import UNIT_ROUNDOFF
-from benchmarks.harness import WrongResultError, noise, ratios, require_close, summarise, take_turns
+from benchmarks.harness import (
+    WrongResultError,
+    gather_times,
+    line_up,
+    noise,
+    ratios,
+    require_close,
+    rounding,
+    summarise,
+    take_turns,
+)
+from benchmarks.lib.collective import room
 from benchmarks.lib.launcher import Answer
 from benchmarks.lib.options import COUNT, RecordOptions
-from benchmarks.rank_times import gather_times, line_up
 from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, agree, distributed, record
 from cs336_systems.comm.startup import TIMEOUT
@@ -169,14 +177,9 @@ class Bench:
 
     def check(self, way: Way, tokens: int | None = None) -> None:
         """The gate: a way against the one-hot formulation with the same slots, over the first `tokens` (default: few
-        enough). Raises WrongResultError on all ranks.
-
-        To first order each of STAGES roundings adds one unit roundoff, and a float32 sum of n terms about sqrt(n) of
-        its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
-        """
+        enough). Raises WrongResultError on all ranks."""
         tokens = tokens or self.fewer(way)
-        longest = max(way.config.d_model, way.config.expert_d_ff)
-        tolerance = STAGES * (1 + longest**0.5) * UNIT_ROUNDOFF["fp32"]
+        tolerance = rounding(STAGES, "fp32", max(way.config.d_model, way.config.expert_d_ff))
         want, got = (self.run(each, tokens) for each in (way.changed("einsum", dispatch="einsum"), way))
         wrong = ""
         try:

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from benchmarks.harness import WrongResultError, summarise
-from benchmarks.rank_times import gather_times, now
+from benchmarks.harness import WrongResultError, gather_times, now, summarise
 from cs336_systems.comm import Mesh, record
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.cost.experts import padded_rows

@@ -18,7 +18,6 @@ from kernels.launch import HAVE_TRITON
 
 DtypeName = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
 COPY = "copy"
 # Roundings that follow one another: two or three to the result, and in backward as many again and a difference.
@@ -255,8 +254,3 @@ def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> 
         return lambda *inputs: function(*inputs, *more, **options)
 
     return load
-
-
-def tolerance(task: Any, longest_sum: int, stages: int = STAGES) -> float:
-    """The error that so many roundings and a sum in float32 explain."""
-    return stages * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
 from benchmarks.lib.contest import OURS, SAMPLE_MS, Contest, Entry, Stopwatch, format_ms
 from benchmarks.lib.kernel import DtypeName, Kernel
-from benchmarks.lib.options import Recorder, RecordOptions
+from benchmarks.lib.options import DeviceOptions, Recorder
 from benchmarks.lib.plan import measure_once
 from benchmarks.lib.sheets import Sheet
 from benchmarks.records import Record
@@ -22,7 +22,7 @@ from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds, setting
-from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.machine import environment, usable_memory
 from cs336_systems.model.precision import set_matmul_precision
 
 ONE_CANDIDATE = "Only this candidate; may be repeated.  [default: all]"
@@ -35,7 +35,7 @@ Work = Sequence[tuple[Kernel, Any]]  # kernels with their tasks, in the order in
 
 
 @dataclass(frozen=True)
-class KernelSettings(RecordOptions):
+class KernelSettings(DeviceOptions):
     """Options of a benchmark of kernels."""
 
     dtype: DtypeName | None = setting(None, "Dtype of the inputs.  [default: each shape's own]")
@@ -47,7 +47,6 @@ class KernelSettings(RecordOptions):
         20.0, "Seconds that one shape may take; candidates too slow for it are left out.", type=click.FloatRange(0)
     )
     budget: float | None = setting(None, "Seconds after which no further shape is measured.", type=click.FloatRange(0))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def chosen(self, known: Iterable[str]) -> list[str]:
         """The candidates that were asked for."""
@@ -190,7 +189,7 @@ def run_kernels(benchmark: str, settings: KernelSettings, work: Work, sheet: She
 
     Raises WrongResultError in the end if a result was wrong, and UserError if there is nothing to measure.
     """
-    device = choose_device(settings.device)
+    device = settings.on
     kernels, out = dict.fromkeys(kernel for kernel, _ in work), settings.left_out(device)
     names = dict.fromkeys(name for kernel in kernels for name in settings.chosen(kernel.candidates))
     if names.keys() <= out.keys():

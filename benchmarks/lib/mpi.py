@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.collective import (
+from benchmarks.lib.collective import (
     PROBE_BYTES,
     SMALL_BYTES,
     WORKSPACE,

@@ -1,6 +1,6 @@
 """Options that every benchmark has: the folder of its records, and --smoke, a short test run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import click
 import torch
+from click.core import ParameterSource
 
 from benchmarks.records import Record, append_record, appended, machine_name, open_records
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.host.console import PATIENCE, options, setting
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import PATIENCE, flag, options, setting
 from cs336_systems.host.machine import choose_device
 
 COUNT = click.IntRange(1)
@@ -30,6 +32,17 @@ def command(kind: type) -> Callable[[Callable[..., Any]], click.Command]:
         return click.command()(options(kind)(main))
 
     return decorate
+
+
+def refuse_ignored(clashes: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
+    """The names of the options that were given on the command line. Raises UserError if one of them would be ignored
+    beside another; `clashes` are, by that other's name, why and which."""
+    line = click.get_current_context()
+    given = {name for name in line.params if line.get_parameter_source(name) != ParameterSource.DEFAULT}
+    for name, (why, others) in clashes.items():
+        for other in given.intersection(others) if name in given else ():
+            raise UserError(f"{flag(name)} and {flag(other)} cannot be combined: {flag(name)} {why}; drop one")
+    return given
 
 
 @dataclass
@@ -69,14 +82,20 @@ class RecordOptions:
 
 
 @dataclass(frozen=True)
-class RankOptions(RecordOptions):
-    """Options of a benchmark that runs on several ranks."""
+class DeviceOptions(RecordOptions):
+    """Options of a benchmark that runs on a device."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
 
     @property
     def on(self) -> torch.device:
-        """The device of all ranks. Raises UserError for a missing GPU."""
+        """The device, of all ranks. Raises UserError for a missing GPU."""
         return choose_device(self.device)
+
+
+@dataclass(frozen=True)
+class RankOptions(DeviceOptions):
+    """Options of a benchmark that runs on several ranks."""
+
+    backend: Backend | None = setting(None, "Communication backend.  [default: nccl on cuda, shm or gloo on cpu]")
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)

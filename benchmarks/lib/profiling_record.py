@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.workload import Case, model_config
 from benchmarks.records import Record
-from cs336_systems.comm import Event
+from cs336_systems.comm import Event, Group, agree, broadcast
 from cs336_systems.cost import Hardware, Mode, predict
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
 from cs336_systems.cost.observed import observe_passes
@@ -29,7 +29,7 @@ from cs336_systems.profiling.operators import collective_rows, kernel_rows, op_r
 from cs336_systems.profiling.overlap import overlaps
 from cs336_systems.profiling.tables import phase_times
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import Trace, uncollected
+from cs336_systems.profiling.trace import Trace, trace_name, uncollected
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 UNBUCKETED = ("naive", "overlapped")  # wrappers without a buffer of more than one gradient
@@ -39,6 +39,24 @@ USUAL = {"warmup": 2, "steps": 2, "nvtx": False}  # options that a record names 
 PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
 TABLES = "tables.json"
 LONGEST = 12  # operators of a phase by total time, and as many by self time
+
+
+def collect_files(folder: Path, group: Group, device: torch.device) -> None:
+    """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this. Files travel as tensors
+    of `device`, on which the group communicates. Raises UserError, on rank 0, if it cannot."""
+    me = group.rank()
+    mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
+    sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]
+    for rank in range(1, group.size()):
+        content = torch.zeros(sizes[rank], dtype=torch.uint8, device=device)
+        if rank == me and mine:
+            content = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        broadcast(content, rank, group, f"trace of rank {rank}").wait()
+        if me == 0 and sizes[rank]:
+            try:
+                (folder / trace_name(rank)).write_bytes(bytes(content.cpu().numpy()))
+            except OSError as error:
+                raise UserError(f"cannot write rank {rank}'s trace to {folder}: {error.strerror}") from None
 
 
 def step_times(trace: Trace) -> list[float]:

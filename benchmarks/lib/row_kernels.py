@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import rounding
 from benchmarks.lib.contest import OURS, spread
 from benchmarks.lib.kernel import (
     BOTH,
     FORWARD,
+    STAGES,
     Function,
     Inputs,
     Kernel,
@@ -23,7 +25,6 @@ from benchmarks.lib.kernel import (
     ours,
     require_few,
     theirs,
-    tolerance,
 )
 from kernels import reference
 from kernels.rmsnorm import TritonAddRMSNormFunction, TritonRMSNormFunction
@@ -62,7 +63,7 @@ class RowKernel(Kernel):
     def gate(self, name: str, function: Function, task: SizedTask, inputs: Inputs) -> float:
         leaves, functions = self.leaves(name, inputs), (function, self.equations(name))
         rows = spread(task.sizes[0], GATE_ROWS, leaves[self.matrices[0]].device)
-        bound, places = tolerance(task, max(task.sizes[1], GATE_ROWS)), dict.fromkeys(self.matrices, rows)
+        bound, places = rounding(STAGES, task.dtype, max(task.sizes[1], GATE_ROWS)), dict.fromkeys(self.matrices, rows)
         return require_few(name, functions, leaves, places, self.results, rows, inputs.grads, bound)
 
 
@@ -93,11 +94,6 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-def torch_rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's own RMSNorm. Without an eps it would take that of x's dtype, 0.008 in bfloat16."""
-    return F.rms_norm(x, weight.shape, weight, EPS)
-
-
 class Norm(RowKernel):
     """RMSNorm, and LayerNorm, which has a bias besides."""
 
@@ -108,7 +104,8 @@ class Norm(RowKernel):
     candidates: Mapping[str, Load] = {
         "layernorm": always(layernorm),
         "eager": always(rmsnorm),
-        "torch": always(torch_rmsnorm),
+        # Without an eps it would take that of x's dtype, 0.008 in bfloat16.
+        "torch": always(lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
         "compiled": compiling(rmsnorm),
         OURS: ours(lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS)),
         # Not in place, which would write over dy.

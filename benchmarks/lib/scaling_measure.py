@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.collective import probe as probe_link
+from benchmarks.harness import gather_times, time_ranks
+from benchmarks.lib.collective import probe as probe_link
 from benchmarks.lib.launcher import Answer
-from benchmarks.rank_times import gather_times, time_ranks
 from cs336_systems.comm import Group, Place, backend_of, distributed
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.harness import noise, summarise
 from benchmarks.lib.launcher import Answer
+from benchmarks.lib.rank_step import predict_step
 from benchmarks.lib.scaling_logs import MEBIBYTE, ScalingRun, own_shape
 from benchmarks.lib.scaling_study import Layout, LayoutOptions
-from benchmarks.rank_step import predict_step
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.closed_forms import Link
@@ -114,6 +114,13 @@ def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
     return predicted | {"mean_ms": parts.pop("total"), "parts_ms": parts}
 
 
+def layout_name(record: Record) -> str:
+    """`2x2x2`, and what is unusual: `1x1x2, zero 1`."""
+    usual = {"zero": 0, "schedule": "1f1b", "chunks": 1, "sequence_parallel": False}
+    unusual = {name: record.config[name] for name in usual if record.config.get(name, usual[name]) != usual[name]}
+    return ", ".join([str(record.config["layout"]), *(f"{name} {value}" for name, value in unusual.items())])
+
+
 def study_run(record: Record) -> ScalingRun:
     """A record as a row of the study's tables: the timers of the last rank, whose line Megatron-LM prints."""
     config, metrics = record.config, record.metrics
@@ -121,7 +128,7 @@ def study_run(record: Record) -> ScalingRun:
     busy = [each for each in metrics["gpu_utilisation"] if each is not None]
     device = record.environment["device"]
     return ScalingRun(
-        name=config["layout"], tp=config["tp"], pp=config["pp"], dp=config["dp"],
+        name=layout_name(record), tp=config["tp"], pp=config["pp"], dp=config["dp"],
         micro_batch_size=config["micro_batch_size"], global_batch_size=config["global_batch_size"],
         ms_per_sample=metrics["ms_per_sample"], seq_length=config["context"],
         timers={name: values[-1] for name, values in metrics["timers_ms"].items() if values[-1] is not None},

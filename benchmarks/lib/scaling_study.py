@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import click
 
-from benchmarks.gate import compare_steps
 from benchmarks.harness import WrongResultError, take_turns
+from benchmarks.lib.gate import compare_steps
 from benchmarks.lib.launcher import Answer, Launcher
 from benchmarks.lib.options import COUNT, RankOptions, Recorder
 from benchmarks.lib.scaling_measure import measure_peak, take_turn

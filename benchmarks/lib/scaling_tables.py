@@ -18,7 +18,7 @@ from benchmarks.lib.scaling_logs import (
     read_runs,
     top_level_ms,
 )
-from benchmarks.lib.scaling_record import study_run
+from benchmarks.lib.scaling_record import layout_name, study_run
 from benchmarks.lib.sheets import groups, pages, remarks
 from benchmarks.records import Record
 from cs336_systems.host.console import format_count, format_seconds
@@ -113,7 +113,7 @@ def summary(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         found = [cell(record.metrics, record.predicted) if record.samples_ms else NONE for cell in columns.values()]
-        rows.append([str(record.config["layout"]), *found])
+        rows.append([layout_name(record), *found])
     return Table(title, ["layout", *columns], rows, note)
 
 
@@ -215,7 +215,7 @@ def sheets(records: Sequence[Record]) -> list[Table]:
     """For records that belong together: the summary, the timers of the last rank, and below them all flags."""
     found = []
     for mine in tables_apart(records):
-        flags = "\n".join(f"- {markdown_text(line)}" for line in remarks(mine, lambda each: each.config["layout"]))
+        flags = "\n".join(f"- {markdown_text(line)}" for line in remarks(mine, layout_name))
         if measured := [study_run(record) for record in mine if record.samples_ms]:
             found += [summary(mine), timer_sheet(measured, flags)]
         else:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gate import make_it_matter
-from benchmarks.harness import require_close, take_turns
+from benchmarks.harness import require_close, take_turns, time_ranks
+from benchmarks.lib.gate import make_it_matter
 from benchmarks.lib.workload import Case
-from benchmarks.rank_times import time_ranks
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter, shared_empty
 from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.fsdp import FSDP

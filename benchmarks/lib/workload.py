@@ -3,13 +3,13 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Measurement, measure
-from benchmarks.lib.options import COUNT, RecordOptions
+from benchmarks.lib.options import COUNT, DeviceOptions
 from cs336_systems import presets
 from cs336_systems.cost import MODES, Mode
 from cs336_systems.cost.capacity import require_fit
@@ -70,7 +70,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class ModelOptions(RecordOptions):
+class ModelOptions(DeviceOptions):
     """A preset and what is changed of it."""
 
     size: str = setting("small", "Model preset.")
@@ -84,7 +84,6 @@ class ModelOptions(RecordOptions):
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=COUNT)
     batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=COUNT)
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
-    device: Literal["cpu", "cuda"] | None = setting(None, "Device to run on.  [default: cuda if there is one]")
 
     def case(self, size: str, device: torch.device) -> Case:
         """One size with these options. Raises UserError for a size or a choice that does not exist, and for one that
@@ -159,15 +158,17 @@ class Workload:
         self.scaler.update()
         self.optimizer.zero_grad()
 
+    def phases(self, mode: Mode) -> dict[str, Callable[[], None]]:
+        """The mode's phases in order, and the forward that a backward needs."""
+        if mode == "forward":
+            return {"forward": self.forward_only}
+        passes = {"forward": self.forward, "backward": self.backward}
+        return passes | ({"optimizer": self.update} if mode == "step" else {})
+
     def run(
         self, mode: Mode, warmup: int, steps: int, advance: Callable[[str], None] = lambda note: None
     ) -> Measurement:
-        """Time the mode's phases, and the forward that a backward needs."""
-        phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
-        if mode == "forward":
-            phases = {"forward": self.forward_only}
-        elif mode != "step":
-            del phases["optimizer"]
+        """Time the mode's phases."""
         device = self.case.device
         set_matmul_precision(device, self.case.precision)
-        return measure(phases, device, warmup, steps, self.memory, self.optimizer.zero_grad, advance)
+        return measure(self.phases(mode), device, warmup, steps, self.memory, self.optimizer.zero_grad, advance)

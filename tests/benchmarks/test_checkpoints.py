@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoints, parallel_run
+from benchmarks import checkpoints
 from benchmarks import checkpoints as rivals
+from benchmarks.lib import parallel_run
 from benchmarks.lib.sheets import pages
 from benchmarks.records import read_records
 from cs336_systems.comm import Place

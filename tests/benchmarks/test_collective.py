@@ -9,10 +9,11 @@ import click
 import pytest
 import torch
 
-from benchmarks import collective, rank_times
-from benchmarks.collective import AllReduceJob, AllReduceSettings
+from benchmarks import harness
 from benchmarks.harness import WrongResultError
-from benchmarks.rank_times import collect_files
+from benchmarks.lib import collective
+from benchmarks.lib.collective import AllReduceJob, AllReduceSettings
+from benchmarks.lib.profiling_record import collect_files
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Place, all_reduce, launch
 from cs336_systems.cost.closed_forms import Link
@@ -80,7 +81,7 @@ def test_of_the_ranks_of_a_machine_one_speaks(local_rank, monkeypatch, capsys):
 
 
 def gather_case(group) -> list:
-    return rank_times.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU).tolist()
+    return harness.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU).tolist()
 
 
 def test_times_of_all_ranks_are_on_every_rank():

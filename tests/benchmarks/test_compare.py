@@ -10,10 +10,12 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import model_preset
 
+TINY = ("--device", "cpu", "--size", "tiny", "--batch-size", "1", "--context", "16")
+
 
 def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(plan, "instead_of_kernels", lambda case: ["a reason for doubt"])
-    arguments = ["--device", "cpu", "--size", "tiny", "--batch-size", "1", "--steps", "3", "--results", "out"]
+    arguments = [*TINY, "--steps", "3", "--results", "out"]
     variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
     assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0
     records = [json.loads(line) for line in (in_tmp / "out/compare.jsonl").read_text().splitlines()]
@@ -32,8 +34,7 @@ def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, monkeypatch
 
 
 def test_compare_needs_memory_for_all(monkeypatch, capsys):
-    one = sum(observe_passes(model_preset("tiny"), 16, 128).memory("step").values())
+    one = sum(observe_passes(model_preset("tiny").override(context_length=16), 1, 16).memory("step").values())
     monkeypatch.setattr(compare, "usable_memory", lambda device: 2 * one - 2)
-    arguments = ["--device", "cpu", "--size", "tiny", "--mode", "step", "compile", "norm=rmsnorm"]
-    assert run_command(compare.main, arguments) == 2
-    assert "error: tiny compile with batch 16 x 128 needs" in capsys.readouterr().err
+    assert run_command(compare.main, [*TINY, "--mode", "step", "compile", "norm=rmsnorm"]) == 2
+    assert "error: tiny compile with batch 1 x 16 needs" in capsys.readouterr().err

@@ -19,6 +19,8 @@ from tests.support.machine import one_layer_each
 
 CPU = torch.device("cpu")
 FAST = Hardware("fast", 1e12, 1e11, "made up")
+TINY = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--results", "out")
+CONFIG = model_preset("tiny").override(context_length=16)
 SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=4)
 
 
@@ -35,19 +37,18 @@ def bench(usable: int, **settings) -> plan.Bench:
 
 
 def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
-    assert run("--size", "tiny", "--batch-size", "2", "--steps", "3", "--results", "out") == 0
+    assert run(*TINY, "--steps", "3") == 0
     records = lines(in_tmp / "out")
     assert [r["config"]["mode"] for r in records] == list(MODES)
     shown = capsys.readouterr().out
-    config = model_preset("tiny")
-    forward = sum(forward_flops(config, 2, 128).values())
+    forward = sum(forward_flops(CONFIG, 1, 16).values())
     for record, flops in zip(records, (forward, 2 * forward, 3 * forward, 3 * forward), strict=True):
         metrics, predicted = record["metrics"], record["predicted"]
         assert record["status"] == "ok"
         assert record["schema"] == 1
         assert len(record["samples_ms"]) == 3
         assert metrics["flops"] == flops
-        assert metrics["tokens_per_s"] == pytest.approx(2 * 128 / metrics["mean_ms"] * 1e3)
+        assert metrics["tokens_per_s"] == pytest.approx(16 / metrics["mean_ms"] * 1e3)
         assert metrics["mfu"] == pytest.approx(flops / metrics["mean_ms"] * 1e3 / metrics["peak_flops_per_s"])
         assert predicted["mean_ms"] > 0
         assert predicted["peak_memory_bytes"] == sum(predicted["memory_by_part"].values())
@@ -55,9 +56,9 @@ def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
 
 
 def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
-    short = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--mode", "forward", "--steps", "1")
-    assert run(*short, "--results", "out") == 0
-    assert run(*short, "--kernels", "triton", "--attention", "flash", "--results", "out") == 0
+    short = (*TINY, "--mode", "forward", "--steps", "1")
+    assert run(*short) == 0
+    assert run(*short, "--kernels", "triton", "--attention", "flash") == 0
     plain, fused = lines(in_tmp / "out")
     assert (fused["config"]["kernels"], fused["config"]["attention"]) == ("triton", "flash")
     assert "kernels" not in plain["config"]  # as in the records from before there was a choice
@@ -69,12 +70,6 @@ def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
 @pytest.mark.parametrize(
     ("size", "mebibytes", "start", "end"),
     [
-        (
-            "2.7B",
-            15 * 2**10,
-            "2.7B with batch 16 x 128 needs 41.0 GiB for a step (parameters 9.5 GiB, ",
-            "--mode forward",
-        ),
         ("fairseq-moe-15b", 15 * 2**10, "fairseq-moe-15b with batch 1 x 2048 needs 222.1 GiB for a step (par", ""),
         # Of 90.8 MiB; the passes take 84.4.
         ("tiny", 88, "tiny", "--mode forward or --mode backward or --mode forward-backward or --batch-size 8"),
@@ -99,14 +94,13 @@ def test_a_shorter_context_is_offered_where_a_smaller_batch_does_not_help(monkey
 
 
 def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypatch, capsys):
-    config = model_preset("tiny")
-    just_forward = sum(observe_passes(config, 2, 128).memory("forward").values())
+    just_forward = sum(observe_passes(CONFIG, 1, 16).memory("forward").values())
     monkeypatch.setattr(e2e, "usable_memory", lambda device: just_forward)
-    assert run("--size", "tiny", "--batch-size", "2", "--steps", "1", "--results", "out") == 0
+    assert run(*TINY, "--steps", "1") == 0
     records = lines(in_tmp / "out")
     assert [r["status"] for r in records] == ["ok"] + ["out-of-memory"] * 3
     assert records[3]["samples_ms"] == []
-    assert records[3]["predicted"]["peak_memory_bytes"] == sum(observe_passes(config, 2, 128).memory("step").values())
+    assert records[3]["predicted"]["peak_memory_bytes"] == sum(observe_passes(CONFIG, 1, 16).memory("step").values())
     assert capsys.readouterr().out.count("does not fit") == 6
 
 
@@ -116,13 +110,13 @@ def explode(*_, **__):
 
 def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch):
     monkeypatch.setattr(Workload, "run", explode)
-    assert run("--size", "tiny", "--batch-size", "1", "--results", "out") == 0
+    assert run(*TINY) == 0
     assert {r["status"] for r in lines(in_tmp / "out")} == {"out-of-memory"}
 
 
 def test_what_was_measured_outlives_what_fails_later(in_tmp, monkeypatch):
     monkeypatch.setattr(Workload, "backward", lambda self: self.loss.fill_(float("nan")))
-    assert run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--results", "out") == 2
+    assert run(*TINY, "--steps", "1") == 2
     assert [(r["config"]["mode"], r["status"]) for r in lines(in_tmp / "out")] == [("forward", "ok")]
 
 
@@ -138,10 +132,7 @@ def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
 def test_a_plan_runs_each_pass_once():
     case = Case(SMALL, 2, "fp32", False, CPU)
     need = {mode: sum(observe_passes(SMALL, 2, 16).memory(mode).values()) for mode in MODES}
-    assert bench(need["step"]).plan(case) == {
-        "forward": ("forward",),
-        "step": ("backward", "forward-backward", "step"),
-    }
+    assert bench(need["step"]).plan(case) == {"forward": ("forward",), "step": ("backward", "forward-backward", "step")}
     assert list(bench(need["step"] - 1).plan(case)) == ["forward", "forward-backward"]
     assert list(bench(need["forward-backward"] - 1).plan(case)) == ["forward"]
     assert bench(need["forward"] - 1).plan(case) == {}
@@ -169,8 +160,7 @@ def test_a_modes_peak_is_its_own():
 @pytest.mark.parametrize("warmup", ["0", "1"])
 def test_a_wrong_model_leaves_no_figure(warmup, monkeypatch, in_tmp, capsys):
     monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", lambda q, k, v, **_: v)
-    arguments = ("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", warmup, "--results", "out")
-    assert run(*arguments) == 2
+    assert run(*TINY, "--steps", "1", "--warmup", warmup) == 2
     assert "is off its reference by" in capsys.readouterr().err
     assert (in_tmp / "out/e2e.jsonl").read_text() == ""
 
@@ -187,8 +177,8 @@ def test_a_warm_up_of_zero_keeps_the_start_cold(in_tmp, monkeypatch):
     monkeypatch.setattr(e2e, "check", lambda case: order.append("gate") or (0.0, 1.0))
     true_run = Workload.run
     monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: order.append(mode) or true_run(self, mode, *rest))
-    run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", "0", "--results", "out")
-    run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", "1", "--results", "out")
+    for warmup in "01":
+        run(*TINY, "--steps", "1", "--warmup", warmup)
     assert order == ["forward", "step", "gate", "gate", "forward", "step"]
     assert len(lines(in_tmp / "out")) == 8
 

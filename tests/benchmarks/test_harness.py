@@ -104,6 +104,10 @@ def test_the_gate_refuses_what_is_wrong():
     assert require_close("near", wanted + torch.tensor([0.0, 0.05]), wanted, 0.011) == pytest.approx(0.01, rel=1e-4)
     with pytest.raises(WrongResultError, match=r"far is off its reference by 2.00e-01, more than 1.00e-01"):
         require_close("far", wanted + torch.tensor([0.0, 1.0]), wanted, 0.1)
+    nothing = torch.zeros(2)
+    assert require_close("nothing", nothing, nothing, 0.0) == 0.0  # as the gradient of a query that has one key
+    with pytest.raises(WrongResultError, match="inf"):
+        require_close("something", wanted, nothing, 0.1)
     with pytest.raises(WrongResultError, match="nan"):
         require_close("broken", wanted * float("nan"), wanted, 0.1)
 

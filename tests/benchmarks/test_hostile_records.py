@@ -4,7 +4,7 @@ import io
 import json
 import os
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,12 +46,14 @@ def outcome(use) -> str:
 @pytest.mark.parametrize("name", TABLES)
 def test_any_field_of_a_record_is_shown_or_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.lib.scaling_tables.markdown", lambda runs, level: "")
-    monkeypatch.setattr("benchmarks.kernel_tables.goals_table", str)
+    monkeypatch.setattr("benchmarks.tables.goals_table", str)
     path = tmp_path / "machine" / f"{name}.jsonl"
     path.parent.mkdir()
     records = read_records(RESULTS / "amd-epyc" / path.name)
     good = next(each for each in records if name != "moe_sweep" or each.config["candidate"] == "sort")
     good = next(each for each in records if not chosen(each)) if name == "e2e" else good
+    if name == "scaling":  # a few timers tell as much as twenty
+        good = replace(good, metrics=good.metrics | {"timers_ms": dict([*good.metrics["timers_ms"].items()][:3])})
     said = []
     for _, _, made in garbled(asdict(good) | {"samples_ms": [2.5]}, values=FEW):
         path.write_text(json.dumps(made))

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from benchmarks import attention, norms
 from benchmarks.attention import AttentionTask, flops, peak_bytes, some_queries
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import kernel_run, row_kernels
-from benchmarks.lib.contest import UnavailableError
+from benchmarks.lib.contest import Contest, UnavailableError
 from benchmarks.lib.kernel import SizedTask
+from benchmarks.lib.kernel_run import Session
+from benchmarks.lib.options import Recorder
 from benchmarks.lib.row_kernels import norm_bytes
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
@@ -216,3 +219,38 @@ def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
     assert found["eager"]["predicted"]["peak_memory_bytes"] == 32 * 2**10
     assert found["sdpa-flash"]["status"] == "ok"
     assert "needs 32.0 KiB, 16.6 KiB usable" in capsys.readouterr().out
+
+
+def test_the_budget_lets_no_other_shape_begin(in_tmp, monkeypatch, capsys):
+    ticks = iter(range(100))
+    monkeypatch.setattr(kernel_run, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    assert run_command(norms.main, [*TINY_NORM, "--columns", "32", "--budget", "1.5"]) == 0
+    assert {(r["config"]["columns"], r["config"]["pass"]) for r in lines(in_tmp, "norms")} == {(64, "forward")}
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "not begun: the budget of 1.5 s is used up: norm 32 x 64 fp32 forward-backward; norm 32 x 32 fp32 forward;"
+        in shown
+    )
+
+
+def test_a_run_that_leaves_everything_out_says_so_and_is_no_error(in_tmp, capsys):
+    assert run_command(norms.main, [*TINY_NORM, "--patience", "0"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "eager left out, too slow for --patience: norm 32 x 64 fp32 forward, about" in shown
+    assert run_command(norms.main, [*TINY_NORM, "--budget", "0"]) == 0
+    assert lines(in_tmp, "norms") == []
+
+
+def test_a_candidate_that_was_slow_is_expected_to_be_slow_and_gets_fewer_rounds(in_tmp, monkeypatch):
+    settings = norms.NormSettings(device="cpu", rounds=8, patience=8.0, results=in_tmp)
+    session = Session("norms", settings, Recorder(None), CPU)
+    task, played = SizedTask("norm", (32, 64), "fp32", "forward"), []
+    monkeypatch.setattr(session, "names", lambda kernel: ["eager"])
+    monkeypatch.setattr(Contest, "play", lambda contest, rounds: played.append(rounds) or contest.entries.clear())
+    predicted = session.seconds_of(norms.NORM, task)
+    for seconds, note in ((0.1, False), (1.1, False), (1.2, True)):
+        session.slowness["eager", "norm", "fp32"] = seconds / predicted
+        session.compare(norms.NORM, task)
+        assert bool(session.notes) == note
+    assert played == [8, 7]
+    assert session.notes == {"eager left out, too slow for --patience": [f"{task}, about 1.2 s a call"]}

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.kernel_tables import GOALS, GPU_MACHINE, goals_table, kernel_pages
 from benchmarks.records import Record, append_record
-from benchmarks.tables import measured_tables
+from benchmarks.tables import GOALS, GPU_MACHINE, goals_table, kernel_pages, measured_tables
 
 STAMP = {"device": "NVIDIA H200", "threads": 1, "torch": "2.11", "commit": "abc", "dirty": False, "date": "2026-01-01"}
 TIMES = {"median_ms": 1.0, "mean_ms": 1.0, "std_ms": 0.01}

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import leaderboard
 from benchmarks.attention import AttentionTask, inputs
-from benchmarks.gate import tolerance
 from benchmarks.harness import WrongResultError
 from benchmarks.leaderboard import FULL, TINY, LeaderboardStep, gate_step, largest_step
+from benchmarks.lib.gate import tolerance
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -87,10 +87,7 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
 
 
 def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
-    task, cuda = (
-        AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True),
-        SimpleNamespace(type="cuda"),
-    )
+    task, cuda = (AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda"))
     hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
 
     def right(q, k, v):

@@ -8,10 +8,10 @@ import torch
 
 from benchmarks import memory
 from benchmarks.lib import sheets as common
+from benchmarks.lib.memory_tables import grouped, label, peak_row, sheets
 from benchmarks.lib.plan import Bench
 from benchmarks.lib.residuals import neighbours, strategy, sweep
 from benchmarks.lib.workload import Case
-from benchmarks.memory_tables import grouped, label, peak_row, sheets
 from benchmarks.records import Record, read_records
 from benchmarks.tables import measured_tables
 from cs336_systems.cost import Hardware
@@ -81,7 +81,7 @@ def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collecte
 def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
     fits = sum(observe_passes(CONFIG, 2, 32).memory("forward").values())
     monkeypatch.setattr(memory, "usable_memory", lambda device: fits)
-    monkeypatch.setattr(memory, "measure_peak", lambda case, mode: {"forward": {"peak_memory_bytes": 2 * fits}}[mode])
+    monkeypatch.setattr(memory, "measure_peak", lambda *given: {"forward": {"peak_memory_bytes": 2 * fits}}[given[1]])
     assert run(*TINY) == 0
     forward, step = read_records(Path("out/here/memory.jsonl"))
     assert (forward.status, step.status, step.metrics) == ("ok", "out-of-memory", {})
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
 
 
 def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch, capsys):
-    def explode(case, mode):
+    def explode(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(memory, "measure_peak", explode)
@@ -152,14 +152,7 @@ def test_residuals_are_counted_for_every_way_of_recomputing(in_tmp):
     assert "| segments of 1 | model | blocks.0 | 16 x 128 x 768 | float32 | 6.0 MiB | add |" in page
 
 
-def test_mixed_precision_shows_its_copies_of_the_weights(in_tmp):
-    assert run(*TINY, "--residuals", "--precision", "bf16") == 0
-    products = 4 * 12 * 128**2 + 256 * 128
-    page = measured_tables(Path("out"), "memory")
-    assert f"autocast's copies of the weights: {2 * products / 2**20:.1f} MiB" in page
-
-
-def test_every_table_says_of_what_it_is(in_tmp):
+def test_every_table_says_of_what_it_is_and_mixed_precision_shows_its_copies_of_the_weights(in_tmp):
     for precision in ("fp32", "bf16"):
         assert run(*TINY, "--residuals", "--precision", precision) == 0
     titles = [sheet.title for sheet in sheets(read_records(Path("out/here/memory.jsonl")))]
@@ -169,6 +162,9 @@ def test_every_table_says_of_what_it_is(in_tmp):
         assert title.endswith(
             f", tiny (2024) 2 x 32, {precision}, {common.machine(record())}, {common.day([record()])}"
         )
+    products = 4 * 12 * 128**2 + 256 * 128
+    copies = f"autocast's copies of the weights: {2 * products / 2**20:.1f} MiB"
+    assert measured_tables(Path("out"), "memory").count(copies) == 1
 
 
 def record(status="ok", **config) -> Record:
@@ -203,5 +199,5 @@ def test_equal_neighbours_share_a_row():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_counts_for_itself():
     case = Case(CONFIG, 2, "fp32", False, torch.device("cuda"))
-    found = memory.measure_peak(case, "step")["peak_memory_bytes"]
+    found = memory.measure_peak(case, "step", False)["peak_memory_bytes"]
     assert found >= observe_passes(CONFIG, 2, 32).memory("step")["parameters"]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks import moe_layer
-from benchmarks.expert_tables import layers, show
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
 from benchmarks.lib.expert_layer import Bench, Candidate, Way, build_layer
+from benchmarks.lib.expert_tables import layers, show
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware

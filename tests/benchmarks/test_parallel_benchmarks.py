@@ -13,13 +13,13 @@ from benchmarks import (
     e2e,
     long_context,
     moe_eval,
-    parallel_run,
     profiling_run,
     scaling,
     zero,
 )
+from benchmarks.lib import parallel_run
+from benchmarks.lib.parallel_run import StepSettings
 from benchmarks.lib.turns import check, wrapped
-from benchmarks.parallel_run import ParallelSettings
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
@@ -42,7 +42,7 @@ def test_ddp_records_every_candidate_beside_torchs(tmp_path):
     records = {record.config["candidate"]: record for record in read_records(tmp_path / "ddp.jsonl")}
     ours = ["naive", "flat", "overlapped", "bucketed 0.01 MB", "bucketed 25 MB"]
     assert list(records) == ["no communication", "torch DDP", *ours]
-    parameters = sum(count_parameters(ParallelSettings(**SMALL).config()).values())
+    parameters = sum(count_parameters(StepSettings(**SMALL).config()).values())
     for name in ours:
         record = records[name]
         assert len(record.samples_ms) == 2
@@ -56,7 +56,7 @@ def test_ddp_records_every_candidate_beside_torchs(tmp_path):
 
 
 def zero_case(rank: int, world: int, folder: str, results: str) -> None:
-    settings = ParallelSettings(**SMALL, results=Path(results))
+    settings = StepSettings(**SMALL, results=Path(results))
     parallel_run.probe = made_up
     zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
@@ -96,7 +96,7 @@ class Unsynchronised(FlatDDP):
 
 def gate_case(group, broken: bool, kind: str) -> None:
     wrapper = {"undivided": Undivided, "unsynchronised": Unsynchronised}[kind] if broken else BucketedDDP
-    config = ParallelSettings(**SMALL).config()
+    config = StepSettings(**SMALL).config()
     check(config, {"candidate": wrapped(partial(wrapper))}, group, torch.device("cpu"))
 
 

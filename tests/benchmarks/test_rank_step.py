@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.rank_step import predict_step, work_seconds
+from benchmarks.lib.rank_step import predict_step, work_seconds
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.layout import Layout, Observation, Work

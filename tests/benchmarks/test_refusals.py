@@ -20,6 +20,7 @@ REFUSED = {
         "--steps 0": "Invalid value for '--steps': 0 is not in the range x>=1.",
         "--results file": "cannot write file/e2e.jsonl",
         "--recompute-every 2": "--recompute-every needs --recompute segments, not none; add it, or drop both",
+        "--all-sizes --size small": "--all-sizes and --size cannot be combined: --all-sizes measures all",
         "--mode sideways": "Invalid value for '--mode': 'sideways' is not one of",
     },
     "memory": {
@@ -143,8 +144,10 @@ REFUSED = {
         "norm=rmsnorm norm=layernorm,norm=rmsnorm": "'norm=layernorm,norm=rmsnorm' chooses norm twice; drop one",
         "norm=rmsnorm recompute=nested,recompute-every=2": "--recompute-every needs --recompute segments, not nested",
         "norm=rmsnorm size=xl": "'size=xl' is no variant",
+        "--all-sizes norm=rmsnorm norm=layernorm": "drop --all-sizes, and name it with --size",
         "norm=rmsnorm compile=yes": "'compile=yes' is no variant",
     },
+    "checkpoints": {"--steps 2": "No such option"},  # a turn saves once
     "mixed_precision": {
         "sums": "'sums' is not one of 'accumulation', 'dtypes', 'both'",
         "--results file": "cannot write file/mixed_precision.jsonl",

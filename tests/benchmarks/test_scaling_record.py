@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.gate import compare_steps, tolerance
 from benchmarks.lib import options, scaling_study
+from benchmarks.lib.gate import compare_steps, tolerance
 from benchmarks.lib.scaling_measure import measure_peak
 from benchmarks.lib.scaling_record import crowded, peak_flops, pipeline_bubble, predict, study_run
 from benchmarks.lib.scaling_study import Layout, Study
@@ -244,6 +244,8 @@ def test_the_studys_row_has_the_last_ranks_timers():
     (text,) = [line for line in summary([one, two]).markdown().splitlines() if line.startswith("| 1x2x1")]
     assert "| 20.0% | 1-2 MiB |" in text
     assert "util." not in summary([one, two]).heads
+    other = replace(two, config=two.config | {"zero": 1, "schedule": "gpipe"})
+    assert [row[0] for row in summary([two, other]).rows] == ["1x2x1", "1x2x1, zero 1, schedule gpipe"]
     some = [replace(one, flags=["late"]), replace(two, flags=["late", "small"]), replace(two, flags=["small"])]
     assert remarks(some, lambda each: each.config["layout"]) == ["1x1x1, 1x2x1: late", "1x2x1, 1x2x1: small"]
     # A flag that all have comes last and names nobody.

@@ -162,6 +162,8 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     (peak,) = [option for option in import_log.params if option.name == "peak_tflops"]
     assert peak.help.startswith("TFLOP/s of a device")
     assert run_command(import_log, ["--peak-tflops", "0"]) == 2
+    assert run_command(scaling.main, ["--size", "xl", "import-log"]) == 2
+    assert "error: import-log measures nothing: drop --size" in capsys.readouterr().err
     log = tmp_path / "empty.log"
     log.write_text("nothing")
     assert run_command(import_log, [str(log)]) == 2
@@ -182,7 +184,8 @@ def test_a_peak_that_the_log_does_not_know_can_be_given(capsys, tmp_path):
 
 def test_the_plot(published, tmp_path):
     pytest.importorskip("matplotlib")
-    throughput, ratio, bars = scaling_plot.draw(published).axes
+    figure = scaling_plot.draw(published)
+    throughput, ratio, bars = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in throughput.lines}
     assert lines["tp 2, pp 2"] == [[run.world, run.samples_per_s] for run in published[1:]]
     ideal = published[1].samples_per_s / 8
@@ -198,5 +201,7 @@ def test_the_plot(published, tmp_path):
     assert tops[1] == pytest.approx(published[1].iteration_ms)
     assert tops[2] == pytest.approx(tops[5])  # drawn smaller, to the height of the highest other
     assert any("2,874 ms" in text.get_text() and "drawn at 1/6.4" in text.get_text() for text in bars.texts)
-    pictures = [style.save(scaling_plot.draw(published), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg")]
-    assert pictures[0] == pictures[1]
+    first, second = (
+        style.save(each, tmp_path / "a.svg").read_bytes() for each in (figure, scaling_plot.draw(published))
+    )
+    assert first == second

@@ -13,7 +13,7 @@ import pytest
 from rich.table import Table
 
 from benchmarks import tables
-from benchmarks.cost_tables import markdown
+from benchmarks.lib.cost_tables import markdown
 from benchmarks.records import RESULTS, appended, read_records
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import LiteralConsole, progress, run_command

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.memory_tables import grouped, recompute_name
+from benchmarks.lib.memory_tables import grouped, recompute_name
 from benchmarks.records import Record
 from cs336_systems.cost import backward_flops, forward_flops, recompute_flops
 from cs336_systems.host.console import format_bytes

@@ -3,7 +3,7 @@
 from math import exp, log
 from typing import Any
 
-from benchmarks.collective import bandwidths, size_name
+from benchmarks.lib.collective import bandwidths, size_name
 from benchmarks.records import Record
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_seconds

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collective import size_name
+from benchmarks.lib.collective import size_name
 from benchmarks.records import Record
 from cs336_systems.cost.course.communication import best_count, overhead
 from cs336_systems.host.console import format_seconds

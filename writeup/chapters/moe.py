@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.expert_tables import arithmetic, is_published
-from benchmarks.expert_tables import cells as sweep_cells
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected, spread
+from benchmarks.lib.expert_tables import arithmetic, is_published
+from benchmarks.lib.expert_tables import cells as sweep_cells
 from benchmarks.moe_sweep import draw as draw_sweep
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count, format_seconds

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.collective import size_name
+from benchmarks.lib.collective import size_name
 from benchmarks.lib.sheets import MARK, day, groups, machine, median, pages, ratio, time
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count

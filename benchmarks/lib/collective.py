@@ -12,9 +12,8 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.harness import WrongResultError, noise, require_close, summarise
+from benchmarks.harness import WrongResultError, noise, require_close, summarise, time_ranks
 from benchmarks.lib.options import COUNT, RecordOptions
-from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
 from cs336_systems.comm.shared_verbs import shared_empty

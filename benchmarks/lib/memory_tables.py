@@ -14,13 +14,6 @@ LARGEST = ("recomputed", "the largest of", "kept by", "shape", "dtype", "bytes",
 SEGMENTS = ("recomputed", "kept", "recomputed at once", "predicted peak", "measured peak", "difference")
 
 
-def stream_bytes(record: Record) -> int:
-    """Bytes of one activation of the residual stream in float32: (batch context d_model)."""
-    config = record.config
-    width = preset(config["size"], config["year"]).model.d_model
-    return 4 * int(config["batch_size"]) * int(config["context"]) * width
-
-
 def label(record: Record) -> str:
     """The size with its tokens, and what differs from its preset."""
     config = record.config
@@ -34,21 +27,17 @@ def label(record: Record) -> str:
 
 def peak_row(record: Record) -> list[str]:
     """One pass: what was measured, or what the memory model says if it did not fit."""
-    predicted = int(record.predicted["peak_memory_bytes"])
+    config, predicted = record.config, int(record.predicted["peak_memory_bytes"])
+    # Of the residual stream in float32: (batch context d_model).
+    width = preset(config["size"], config["year"]).model.d_model
+    activation = 4 * int(config["batch_size"]) * int(config["context"]) * width
     parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
-    start = [label(record), str(record.config["mode"]), str(record.config["precision"])]
-    end = [describe_parts(parts), format_bytes(stream_bytes(record))]
+    start = [label(record), str(config["mode"]), str(config["precision"])]
+    end = [describe_parts(parts), format_bytes(activation)]
     if record.status != "ok":
         return [*start, f"{format_bytes(predicted)} (computed)", format_bytes(predicted), *end]
     peak = int(record.metrics["peak_memory_bytes"])
     return [*start, f"{format_bytes(peak)} ({peak / predicted - 1:+.1%})", format_bytes(predicted), *end]
-
-
-def peak_sheet(records: list[Record], where: str) -> Table:
-    """Peak memory of forward passes and steps."""
-    computed = "(computed): does not fit this machine; the figures are the memory model's."
-    note = computed * any(record.status != "ok" for record in records)
-    return Table(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], note)
 
 
 def recompute_name(record: Record) -> str:
@@ -125,7 +114,10 @@ def sheets(records: list[Record]) -> list[Table]:
     found = []
     for group in groups(records, machine):
         if passes := [record for record in group if record.config["mode"] in ("forward", "step")]:
-            found.append(peak_sheet(passes, f"{machine(passes[0])}, {day(passes)}"))
+            computed = "(computed): does not fit this machine; the figures are the memory model's."
+            note = computed * any(record.status != "ok" for record in passes)
+            title = f"Peak memory, {machine(passes[0])}, {day(passes)}"
+            found.append(Table(title, PEAKS, [peak_row(record) for record in passes], note))
         for mode in ("residuals", "activations"):
             mine = [record for record in group if record.config["mode"] == mode]
             for shape in groups(mine, lambda record: label(record) + record.config["precision"]):

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collective import size_name
+from benchmarks.lib.collective import size_name
 from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected, spread
 from benchmarks.lib.expert_scores import DECODER
-from benchmarks.lib.sheets import machine, time
+from benchmarks.lib.sheets import groups, machine, time
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
 from cs336_systems.host import console
@@ -57,14 +57,15 @@ def optional_bytes(count: float | None, missing: str) -> str:
 
 
 def expert_tables(results: Path) -> list[str]:
-    """The arithmetic of the published profile, then every machine's layers, evaluations and sweeps."""
+    """The arithmetic of the published profile, then every machine's layers, evaluations and sweeps, those of one title
+    together."""
     found, kinds = list[str](), {"moe_layer": layers, "moe_eval": evaluations, "moe_sweep": sweep}
     for name, make in kinds.items():
         for path in sorted(results.glob(f"*/{name}.jsonl")):
-            records = read_records(path)
-            found.append("\n".join([make(records).markdown(3), "", markdown_text(about(records)), ""]))
-            counted = [each for each in records if name == "moe_eval" and is_published(each)]
-            found += [calls(record).markdown(3) for record in counted]
+            for records in groups(read_records(path), lambda record: make([record]).title):  # noqa: B023
+                found.append("\n".join([make(records).markdown(3), "", markdown_text(about(records)), ""]))
+                counted = [each for each in records if name == "moe_eval" and is_published(each)]
+                found += [calls(record).markdown(3) for record in counted]
     return [arithmetic().markdown(3), *(found or [NOT_YET])]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import require_close
+from benchmarks.harness import require_close, rounding
 from benchmarks.lib.workload import Case, compile_model
 from cs336_systems.cost import count_parameters
 from cs336_systems.model.precision import autocast, set_matmul_precision
@@ -18,7 +18,6 @@ from cs336_systems.train.recipe import Recipe
 CONTEXT = 128  # tokens at most: the reference keeps every score, in float64
 # Roundings that follow one another through one block, its norms, the head and the loss, and back.
 STAGES = 32
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @torch.no_grad()
@@ -44,13 +43,9 @@ def loss_and_gradient(model: TransformerLM, run: nn.Module, case: Case, batch: t
 
 
 def tolerance(config: ModelConfig, precision: str) -> float:
-    """Relative tolerance of a loss or a gradient of a model, in the L2 norm.
-
-    To first order each of STAGES roundings of each block adds one unit roundoff, and a float32 sum of n terms about
-    sqrt(n) of its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
-    """
+    """Relative tolerance of a loss or a gradient of a model, in the L2 norm."""
     longest = max(config.d_ff, config.vocab_size, 2 * config.context_length)
-    return STAGES * config.num_layers * (UNIT_ROUNDOFF[precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
+    return rounding(STAGES * config.num_layers, precision, longest)
 
 
 def check(case: Case) -> tuple[float, float]:

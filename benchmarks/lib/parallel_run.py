@@ -9,13 +9,13 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.collective import probe as probe_link
-from benchmarks.collective import room
 from benchmarks.harness import noise, summarise
+from benchmarks.lib.collective import probe as probe_link
+from benchmarks.lib.collective import room
 from benchmarks.lib.options import COUNT, RankOptions
+from benchmarks.lib.parallel_tables import sheets
 from benchmarks.lib.sheets import show
 from benchmarks.lib.turns import UNTIMED, Arena, Build, Turn, check
-from benchmarks.parallel_tables import sheets
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
@@ -28,7 +28,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, setting
-from cs336_systems.host.machine import choose_device, device_name, environment
+from cs336_systems.host.machine import device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 
@@ -46,7 +46,6 @@ class ParallelSettings(RankOptions):
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=COUNT)
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
     rounds: int = setting(7, "Turns of each candidate.", type=COUNT)
-    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     link: str | None = setting(None, "Description of the link for the record, if ranks are on several machines.")
 
     def config(self) -> ModelConfig:
@@ -61,10 +60,17 @@ class ParallelSettings(RankOptions):
 
 
 @dataclass(frozen=True)
+class StepSettings(ParallelSettings):
+    """Options of a benchmark of training steps."""
+
+    steps: int = setting(3, "Timed steps per turn.", type=COUNT)
+
+
+@dataclass(frozen=True)
 class ParallelRun:
     """The settings, the ranks of this many machines, and the measured speed at which they compute and communicate."""
 
-    settings: ParallelSettings
+    settings: StepSettings
     arena: Arena
     nodes: int
     hardware: Hardware
@@ -116,7 +122,8 @@ def start(
     Raises UserError for what cannot be run, also what `check` raises, which sees the settings before any rank starts.
     """
     if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1)
+        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1)
+        settings = replace(settings, steps=1) if isinstance(settings, StepSettings) else settings
     settings.config()
     here, ranks = find_place(), settings.nproc or 2
     place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
@@ -141,14 +148,14 @@ def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, 
 
 def worker_run(
     place: Place,
-    settings: ParallelSettings,
+    settings: StepSettings,
     benchmark: str,
     candidates: dict[str, Build],
     make_record: Callable[[ParallelRun, str, dict[str, Turn]], Record],
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
-    device, config = choose_device(settings.device), settings.config()
+    device, config = settings.on, settings.config()
     gc.freeze()  # torch's half a million objects would be looked through before every turn
     with distributed(device, settings.backend, settings.timeout, place) as group:
         first, backend = group.rank() == 0, backend_of(group)
