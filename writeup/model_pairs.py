@@ -68,7 +68,7 @@ def published_pairs(book: Book, variant: str) -> dict[tuple[str, str], tuple[Pub
     found = {}
     (plain, plain_keys), (other, keys) = PUBLISHED[variant]
     for row in book.published.table(ORIGINAL, other).rows:
-        base = book.published.value(ORIGINAL, plain, **(row.keys | plain_keys))
+        base = book.published.value(ORIGINAL, plain, "", **(row.keys | plain_keys))
         if base and keys.items() <= row.keys.items():
             found[str(row.keys["size"]), str(row.keys["pass"])] = base, row.values["mean"]
     return found

@@ -152,7 +152,7 @@ def accounting(book: Book) -> Table:
     return Table(book, rows, notes=[note, *theirs.notes])
 
 
-def at_rest(ranks: int) -> list[int]:
+def at_rest(ranks: int) -> list[float]:
     """Bytes of parameters, gradients and state of xl on a rank: whole, and fully sharded."""
     return [sum(zero_memory(parameters_of(SIZE, YEAR), 0, ranks, stage).values()) for stage in (0, 3)]
 

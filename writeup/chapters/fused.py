@@ -52,5 +52,8 @@ def largest(book: Book, citations: list[Citation]) -> Table:
                     "over its bound": over(pair_ratios(base, floor)),
                 })  # fmt: skip
     one = replace(citations[0], records=tuple(used)) if used else citations
-    note = "Ratios are of the time written out. Its bound: the matrix products alone or, without any, a copy of the same bytes; both in turn."
+    note = (
+        "Ratios are of the time written out, in turn. Its bound: the matrix products alone or, without any, a copy of "
+        "the same bytes."
+    )
     return Table(book, rows, one, [note])

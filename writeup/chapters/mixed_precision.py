@@ -125,7 +125,7 @@ def published(book: Book) -> Table:
     pairs = {("2024", *where): both for where, both in published_pairs(book, BF16).items()}
     theirs = book.published.table(STUDENT, "mixed precision")
     for keys in (row.keys for row in theirs.rows if row.keys["precision"] == "bf16"):
-        high, low = (theirs.value(**(keys | {"precision": name})) for name in ("fp32", "bf16"))
+        high, low = (theirs.value("", **(keys | {"precision": name})) for name in ("fp32", "bf16"))
         if high and low:
             pairs[STUDENT, str(keys["size"]), str(keys["pass"])] = high, low
     rows = []
