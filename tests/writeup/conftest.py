@@ -32,7 +32,8 @@ class Asked(Book):
 def written(tmp_path_factory):
     """The write-up's folder; beside it `empty.json`, the citations without a record as (chapter, benchmark, settings).
 
-    The first worker that needs it builds it, the others wait."""
+    The first worker that needs it builds it, the others wait.
+    """
     for name in ("matplotlib", "pypandoc", "typst"):
         pytest.importorskip(name, reason=f"{name} is in the extra `writeup`")
     from writeup.build import build
@@ -59,6 +60,12 @@ def data(tmp_path_factory):
             )
             found.write_text(built.partition("</script>")[0], encoding="utf-8")
         return json.loads(found.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave out the drawing of figures, which takes longest and does not change the text."""
+    monkeypatch.setattr("writeup.figures._svg", lambda canvas: "")
 
 
 @contextmanager

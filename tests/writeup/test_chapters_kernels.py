@@ -99,14 +99,14 @@ def book(tmp_path):
         ("step", ["| small | forward-backward | 100 ms | 25.0 ms | 4.00 (4.00 to 4.00) | 4.00 | 0.79 |"]),
     ],
 )
-def test_a_gpu_fills_every_chapter(book, name, said):
+def test_a_gpu_fills_every_chapter(book, name, said, undrawn):
     text = plain(chapter(book, name)[0])
     for words in said:
         assert words in text, words
 
 
 @pytest.mark.parametrize("name", ["step", "norms", "flash-attention", "memory"])
-def test_without_records_each_says_what_to_run(tmp_path, name):
+def test_without_records_each_says_what_to_run(tmp_path, name, undrawn):
     text, _ = chapter(Book(tmp_path, None), name)
     assert "Not measured on this machine. Run: `python -m benchmarks." in text
     assert "†" not in text
