@@ -153,12 +153,12 @@ def place_of(record: Record) -> str:
 
 @dataclass
 class Book:
-    """The records of one machine, and every citation of them so far, by chapter."""
+    """The records of one machine."""
 
     results: Path = RESULTS
     machine: str | None = None
     chapter: str = ""
-    cited: dict[str, dict[int, tuple[Record, str]]] = field(default_factory=dict)  # by chapter, by identity
+    known: dict[str, frozenset[str]] = field(default_factory=dict)  # settings by benchmark, on any machine
 
     @cached_property
     def published(self) -> Publications:
@@ -173,10 +173,7 @@ class Book:
         Raises CitationError for a benchmark or a setting that does not exist.
         """
         source = benchmark(name)
-        citation = Citation(name, command or source.command, self._records(name), self._keys(name)).only(config, **more)
-        for record in citation:
-            self.cited.setdefault(self.chapter, {})[id(record)] = (record, citation.command)
-        return citation
+        return Citation(name, command or source.command, self._records[name], self._keys(name)).only(config, **more)
 
     def runs(self, record: Record) -> list[float]:
         """The median, in milliseconds, of every run of a record's configuration, its own among them."""
@@ -185,7 +182,7 @@ class Book:
     def history(self, name: str) -> list[Record]:
         """Every record of a benchmark on this machine, oldest first."""
         path = self.results / (self.machine or "") / f"{name}.jsonl"
-        return every_record(path) if self.machine and path.exists() else []
+        return every_record(path) if path.exists() else []
 
     @property
     def between_runs(self) -> list[float]:
@@ -219,7 +216,7 @@ class Book:
     @cached_property
     def everything(self) -> list[Record]:
         """Every record of the machine."""
-        return [record for name in BENCHMARKS for record in self._records(name)]
+        return [record for records in self._records.values() for record in records]
 
     @cached_property
     def places(self) -> Counter[str]:
@@ -244,25 +241,15 @@ class Book:
         return found
 
     @cached_property
-    def _read(self) -> dict[str, tuple[Record, ...]]:
-        return {}
-
-    def _records(self, name: str) -> tuple[Record, ...]:
-        path = self.results / (self.machine or "") / f"{name}.jsonl"
-        if name not in self._read:
-            self._read[name] = tuple(read_records(path)) if self.machine and path.exists() else ()
-        return self._read[name]
-
-    @cached_property
-    def _known(self) -> dict[str, frozenset[str]]:
-        return {}
+    def _records(self) -> dict[str, tuple[Record, ...]]:
+        """The newest record of each configuration, by benchmark."""
+        paths = {name: self.results / (self.machine or "") / f"{name}.jsonl" for name in BENCHMARKS}
+        return {name: tuple(read_records(path) if path.exists() else ()) for name, path in paths.items()}
 
     def _keys(self, name: str) -> frozenset[str]:
         """Settings that records of a benchmark have, on any machine."""
-        if name not in self._known:
-            folders = {*RESULTS.glob("*"), *self.results.glob("*")}
-            paths = [path for folder in folders if (path := folder / f"{name}.jsonl").exists()]
-            self._known[name] = frozenset(
-                key for path in paths for record in read_records(path) for key in record.config
-            )
-        return self._known[name]
+        if name not in self.known:
+            paths = {*RESULTS.glob(f"*/{name}.jsonl"), *self.results.glob(f"*/{name}.jsonl")}
+            records = (record for path in paths for record in read_records(path))
+            self.known[name] = frozenset(key for record in records for key in record.config)
+        return self.known[name]

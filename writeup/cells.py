@@ -10,6 +10,7 @@ from writeup.book import Book, metric
 from writeup.publications import Published
 
 NONE = "-"
+FEW = 3  # samples below which a deviation says nothing
 DOUBTFUL, NOISY = "⚠", "\\*"
 STATUS = {"out-of-memory": "does not fit", "unsupported": "not supported here"}
 
@@ -39,26 +40,27 @@ def age(book: Book, record: Record) -> str:
     return marks(book, record).replace(NOISY, "")
 
 
+def absent(record: Record | None) -> str:
+    """Cell of what was not measured: a dash, or why there is no figure."""
+    return STATUS[record.status] if record else NONE
+
+
 def timing(book: Book, record: Record | None) -> str:
     """`22.1 ms (21.2 to 24.0)`: the newest run's median, the lowest and the highest of all runs of the same settings if
     there were several, and marks; or why there is none."""
-    if record is None:
-        return NONE
-    if record.status != "ok":
-        return STATUS[record.status]
+    if record is None or record.status != "ok":
+        return absent(record)
     runs, (middle, unit) = book.runs(record), _digits(median_ms(record))
     spread = f" ({_digits(min(runs), unit)[0]} to {_digits(max(runs), unit)[0]})" if len(runs) > 1 else ""
     return f"{middle} {unit}{spread}{marks(book, record)}"
 
 
 def mean_and_deviation(book: Book, record: Record | None) -> str:
-    """`22.1 ms ± 0.4 ms`, as the course asks for it, with marks."""
-    if record is None:
-        return NONE
-    if record.status != "ok":
-        return STATUS[record.status]
-    mean, deviation = metric(record, "mean_ms") / 1e3, metric(record, "std_ms") / 1e3
-    return f"{format_seconds(mean)} ± {format_seconds(deviation)}{marks(book, record)}"
+    """`22.1 ms ± 0.4 ms`, as the course asks for it, with marks; the mean alone of fewer than `FEW` samples."""
+    if record is None or record.status != "ok":
+        return absent(record)
+    deviation = f" ± {format_seconds(metric(record, 'std_ms') / 1e3)}" if len(record.samples_ms) >= FEW else ""
+    return f"{format_seconds(metric(record, 'mean_ms') / 1e3)}{deviation}{marks(book, record)}"
 
 
 def _digits(value_ms: float, unit: str = "") -> tuple[str, str]:
@@ -85,10 +87,8 @@ def prediction(record: Record | None) -> str:
 
 def memory(book: Book, record: Record | None, name: str = "peak_memory_bytes") -> str:
     """A metric in bytes, with marks."""
-    if record is None:
-        return NONE
-    if record.status != "ok":
-        return STATUS[record.status]
+    if record is None or record.status != "ok":
+        return absent(record)
     found = metric(record, name)
     return NONE if found is None else f"{format_bytes(found)}{marks(book, record)}"
 

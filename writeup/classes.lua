@@ -90,12 +90,29 @@ local function div(element)
   end
 end
 
+-- On paper a chapter's question stays with its answer, words before a listing with it, and commands are not justified.
+local function wrapped(block, before, after)
+  local name = nil
+  if block.t == "Para" then
+    if (before == chapter and block.content[1].t == "Emph") or (after and after.t == "CodeBlock") then
+      name = "together"
+    elseif block.content[1].t == "Strong" then
+      local words = pandoc.utils.stringify(block.content[1])
+      name = (words == "Reproduce:" or words == "Detected by") and "ragged" or nil
+    end
+  end
+  if not name then
+    return { block }
+  end
+  return { pandoc.RawBlock("typst", "#" .. name .. "["), block, pandoc.RawBlock("typst", "]") }
+end
+
 local function moved(document)
   if FORMAT ~= "typst" then
     return nil
   end
   local kept, before = pandoc.Blocks({}), nil
-  for _, block in ipairs(document.blocks) do
+  for place, block in ipairs(document.blocks) do
     if block.t == "Header" and block.level == 2 then
       chapter = block
     end
@@ -105,10 +122,8 @@ local function moved(document)
         appendix:insert(pandoc.Header(3, pandoc.Inlines(words)))
         appendix:extend(block.content)
       end
-    elseif before == chapter and block.t == "Para" and block.content[1].t == "Emph" then -- a chapter's question
-      kept:extend({ pandoc.RawBlock("typst", "#question["), block, pandoc.RawBlock("typst", "]") })
     else
-      kept:insert(block)
+      kept:extend(wrapped(block, before, document.blocks[place + 1]))
     end
     before = block
   end

@@ -11,7 +11,7 @@ from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text, plot_text
 from writeup.book import Book
-from writeup.figures import Figure, draw, ratio_rows
+from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
 
 FAR = 0.1  # a family's mean size of error from which on it is named
@@ -77,11 +77,13 @@ def families_table(book: Book, runs: Sequence[Published]) -> Table:
     rows = []
     for (family, machine), found in by_family(runs).items():
         errors = [each.error for each in found]
-        words = [markdown_text(family), markdown_text(machine), "yes" if found[0].fitted else "no", str(len(found))]
-        figures = [mean(map(abs, errors)), mean(errors), max(errors, key=abs)]
-        rows.append([*words, f"{figures[0]:.1%}", *(f"{each:+.1%}" for each in figures[1:])])
-    columns = ("<family", "<machine", "<fitted", "runs", "mean size of error", "mean error", "worst")
-    return Table(book, columns, rows)
+        rows.append({
+            "<family": markdown_text(family), "<machine": markdown_text(machine),
+            "<fitted": "yes" if found[0].fitted else "no", "runs": str(len(found)),
+            "mean size of error": f"{mean(map(abs, errors)):.1%}", "mean error": f"{mean(errors):+.1%}",
+            "worst": f"{max(errors, key=abs):+.1%}",
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def far_off(runs: Sequence[Published]) -> list[str]:
@@ -100,10 +102,17 @@ def error_picture(name: str, runs: Sequence[Published]) -> Figure:
     families = by_family(runs)
 
     def into(axes: Any) -> None:
-        point = {"marker": "o", "markersize": 3.5, "markeredgewidth": 0.8}
-        rows = {plot_text("; ".join(name)): [1 + each.error for each in found] for name, found in families.items()}
-        styles = [point | {"fillstyle": "full" if found[0].fitted else "none"} for found in families.values()]
-        ratio_rows(axes, rows, "predicted / published time of a step", styles, medians=False)
+        for place, found in enumerate(families.values()):
+            ratios = sorted(1 + each.error for each in found)
+            # Spread by rank, so that no point hides another.
+            heights = [place + 0.5 * (rank + 0.5) / len(ratios) - 0.25 for rank in range(len(ratios))]
+            style = "full" if found[0].fitted else "none"
+            axes.plot(ratios, heights, "o", color=COLOURS[0], fillstyle=style, markersize=3.5, markeredgewidth=0.8)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(families)), [plot_text("; ".join(name)) for name in families])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("predicted / published time of a step")
 
     return draw(
         name, "Predicted over published time, a point a run; hollow: not among those that constants were fitted to.",

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from statistics import median
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
@@ -127,23 +126,6 @@ def _svg(canvas: Canvas) -> str:
     text = StringIO()  # `savefig` would draw everything twice: once to lay it out, and once to write it
     FigureCanvasSVG(canvas).print_svg(text, metadata={"Date": None, "Creator": None})
     return text.getvalue()
-
-
-def ratio_rows(
-    axes: Axes, rows: Mapping[str, Sequence[float]], label: str, styles: Sequence[Mapping[str, Any]], medians: bool
-) -> None:
-    """Draw ratios as points, a row for each name in its style, with a stroke at the median if that is wanted; a line
-    marks 1. The points of a row are spread by rank, so that none hides another."""
-    for place, (ratios, style) in enumerate(zip(rows.values(), styles, strict=True)):
-        heights = [place + 0.5 * (rank + 0.5) / len(ratios) - 0.25 for rank in range(len(ratios))]
-        axes.plot(sorted(ratios), heights, color=COLOURS[0], linestyle="", **style)
-        if medians:
-            axes.plot([median(ratios)], [place], "|", color=COLOURS[1], markersize=18, markeredgewidth=2.5)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel(label)
 
 
 def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:

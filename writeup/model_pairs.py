@@ -4,7 +4,6 @@ Records that were measured hours apart differ by the machine's state as much as 
 measures variants in turn, so that ratios are those of pairs. See `benchmarks/compare.py`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -13,15 +12,19 @@ from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, predicted_ms, timing
+from writeup.publications import ORIGINAL, Key, Published
 from writeup.tables import Table
-from writeup.words import joined, pair_ratios
+from writeup.words import pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
-ATTENTION = {
-    "naive": "operator by operator",
-    "sdpa": "by torch's `scaled_dot_product_attention`",
-    "flash": "by our kernel",
+
+WARM = "benchmarking, 1 warm-up step"
+# The original's tables of the plain model and of each variant, with the keys that choose their rows.
+PUBLISHED: dict[str, tuple[tuple[str, dict[str, Key]], tuple[str, dict[str, Key]]]] = {
+    "norm=layernorm": ((WARM, {}), ("model with layernorm", {})),
+    "precision=bf16": ((WARM, {}), ("mixed precision", {})),
+    "compile": (("compiled models", {"compile": False}), ("compiled models", {"compile": True})),
 }
 
 Pairs = dict[tuple[str, str], tuple[Record, Record]]  # by size and pass: the plain model, and the variant
@@ -60,45 +63,34 @@ def in_turn(cited: Citation, variant: str) -> Pairs:
     return found
 
 
-def table(
-    book: Book, cited: Citation, pairs: Pairs, names: tuple[str, str], theirs: Mapping[tuple[str, str], str]
-) -> Table:
+def published_pairs(book: Book, variant: str) -> dict[tuple[str, str], tuple[Published, Published]]:
+    """The original's times of the plain model and of a variant, by size and pass."""
+    found = {}
+    (plain, plain_keys), (other, keys) = PUBLISHED[variant]
+    for row in book.published.table(ORIGINAL, other).rows:
+        base = book.published.value(ORIGINAL, plain, "", **(row.keys | plain_keys))
+        if base and keys.items() <= row.keys.items():
+            found[str(row.keys["size"]), str(row.keys["pass"])] = base, row.values["mean"]
+    return found
+
+
+def table(book: Book, variant: str, names: tuple[str, str]) -> Table:
     """Both times, the ratio pair by pair, the predicted one, and the original's, by size and pass."""
-    rows = []
-    for where, (base, record) in pairs.items():
-        expected = predicted_ratio(base, record)
-        cells = [timing(book, base), timing(book, record), over(pair_ratios(base, record))]
-        cells += [NONE if expected is None else f"{expected:.2f}", theirs.get(where, NONE)]
-        rows.append([*map(markdown_text, where), *cells])
-    ratio = " / ".join(names)
-    heads = ("<size", "<pass", *names, f"{ratio}, in turn (quartiles)", "predicted", "2024, one GPU")
-    used = [r for pair in pairs.values() for r in pair]
-    kept = tuple(r for r in cited if any(r.samples_ms == each.samples_ms for each in used))
-    return Table(book, heads, rows, replace(cited, records=kept))
+    cited, theirs, rows, used = cite(book, variant), published_pairs(book, variant), [], list[list[float]]()
+    for (size, mode), (base, record) in in_turn(cited, variant).items():
+        expected, found = predicted_ratio(base, record), theirs.get((size, mode))
+        used += [base.samples_ms, record.samples_ms]
+        rows.append({
+            "<size": markdown_text(size), "<pass": markdown_text(mode),
+            names[0]: timing(book, base), names[1]: timing(book, record),
+            f"{' / '.join(names)}, in turn (quartiles)": over(pair_ratios(base, record)),
+            "predicted": NONE if expected is None else f"{expected:.2f}",
+            "2024, one GPU": f"{found[0].value / found[1].value:.2f}" if found else NONE,
+        })  # fmt: skip
+    return Table(book, rows, replace(cited, records=tuple(r for r in cited if r.samples_ms in used)))
 
 
 def predicted_ratio(base: Record, record: Record) -> float | None:
     """The predicted time of one record over that of another, where both have a prediction."""
     first, second = predicted_ms(base), predicted_ms(record)
     return first / second if first and second else None
-
-
-def setup(cited: Citation, vary: tuple[str, ...] = ()) -> str:
-    """Settings that the records share, as a line above their table; the table shows those in `vary`."""
-    if not cited.records:
-        return ""
-
-    def all_of(key: str) -> str:
-        return joined(dict.fromkeys(markdown_text(str(each.config[key])) for each in cited), last="or")
-
-    size = f"batch {all_of('batch_size')}, context {all_of('context')}"
-    parts = [f"models of the {all_of('year')} edition", size]
-    parts += [all_of("precision")] * ("precision" not in vary)
-    warm = all_of("warmup")
-    parts.append("no pass before those that count" if warm == "0" else f"{warm} passes before those that count")
-    kinds: dict[str, list[str]] = {}
-    for record in cited:
-        sizes = kinds.setdefault(str(record.config["attention"]), [])
-        sizes += [f"`{record.config['size']}`"] * (f"`{record.config['size']}`" not in sizes)
-    attention = [ATTENTION.get(kind, kind) + f" ({joined(sizes)})" * (len(kinds) > 1) for kind, sizes in kinds.items()]
-    return f"*Set-up: {', '.join(parts)}; attention {joined(attention)}.*"

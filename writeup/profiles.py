@@ -8,8 +8,10 @@ from typing import Any
 from benchmarks.lib.profiling_record import picture_beside, tables_beside
 from benchmarks.records import Record
 from writeup.book import Book, Citation
+from writeup.cells import median_ms
 from writeup.figures import Figure, picture
 
+COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
 BELOW = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9./-]*")  # a folder below that of the records
 
 
@@ -22,6 +24,16 @@ def tables(book: Book, record: Record) -> dict[str, Any] | None:
     """The tables of rank 0, as `benchmarks.lib.profiling_record.as_json` has them, or None if the run left none."""
     name = str(record.metrics.get("pictures", ""))
     return tables_beside(folder(book), record) if BELOW.fullmatch(name) else None
+
+
+def plain_profiles(book: Book) -> Citation:
+    """The profiles of one rank with attention operator by operator that have tables and pictures."""
+    return with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+
+
+def largest(cited: Citation) -> Record | None:
+    """The profile whose step took longest: the one in which operators, not their starts, take the time."""
+    return max(cited, key=median_ms, default=None)
 
 
 def with_tables(book: Book, cited: Citation) -> Citation:

@@ -100,7 +100,7 @@ def schedules() -> Figure:
             for row, actions in enumerate(played.timeline):
                 for each in actions:
                     axes.barh(row, each.end - each.start, left=each.start, height=0.85, edgecolor="white",
-                              linewidth=0.4, color=colours[each.action.kind],
+                              linewidth=0.4 / chunks, color=colours[each.action.kind],
                               alpha=1 - 0.35 * each.action.chunk)  # fmt: skip
             axes.set_title(f"{name}: ends at {max(a.end for row in played.timeline for a in row):g}", fontsize=8)
             name_lanes(axes, [f"stage {row}" for row in range(STAGES)])

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.harness import summarise
@@ -19,18 +19,18 @@ ON_GPU = "python -m benchmarks.all"  # what to run for figures that only a GPU g
 
 @dataclass
 class Table:
-    """Rows of Markdown cells under columns; `cited` says what they were made of.
+    """Rows of Markdown cells by the head of their column; `cited` says what they were made of.
 
-    A column whose name begins with `<` is text, to the left; others are figures, to the right. `notes` are paragraphs
-    below. If nothing that was cited exists, the table says what to run instead; without citations it is always shown.
-    Foreign text in cells must have passed through `cs336_systems.host.text.markdown_text` or `markdown_code`.
+    A head that begins with `<` is that of text, to the left; others are of figures, to the right. Of two equal heads
+    the second ends in a space. `notes` are paragraphs below a table that has rows. If nothing that was cited exists,
+    the table says what to run instead; without citations it is always shown. Foreign text in cells must have passed
+    through `cs336_systems.host.text.markdown_text` or `markdown_code`.
     """
 
     book: Book
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]
     cited: Citation | Sequence[Citation] = ()
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     caption: str = ""
 
     @property
@@ -43,25 +43,31 @@ class Table:
         """All records cited."""
         return [record for citation in self.citations for record in citation]
 
+    @property
+    def cells(self) -> list[str]:
+        """All cells, row by row."""
+        return [cell for row in self.rows for cell in row.values()]
+
     def __str__(self) -> str:
         parts = [missing(self.citations)]
         if self.records or not self.citations:
             letters = self._letters()
             with_record = partial(_with_record, letters, {str(id(record)): record for record in self.records})
-            rows = [[MARKED.sub(with_record, cell) for cell in row] for row in self.rows]
-            note = provenance(self.book, self.records, letters, any(NOISY in cell for row in rows for cell in row))
+            rows = [{head: MARKED.sub(with_record, cell) for head, cell in row.items()} for row in self.rows]
+            note = provenance(self.book, self.records, letters, any(NOISY in cell for cell in self.cells))
             caption = f"\n\n: {self.caption}" if self.caption else ""
-            parts = [markdown(self.columns, rows) + caption, note, *self._doubts(), *self.notes, *parts]
+            notes = self.notes if rows else ()
+            parts = [markdown(rows) + caption, note, *self._doubts(), *notes, *parts]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _letters(self) -> dict[str, str]:
         """Superscripts for commits, where the cells come from several."""
-        found = dict.fromkeys(each for row in self.rows for cell in row for _, each, _ in MARKED.findall(cell))
+        found = dict.fromkeys(each for cell in self.cells for _, each, _ in MARKED.findall(cell))
         return {commit: f"^{chr(ord('a') + place)}^" for place, commit in enumerate(found)} if len(found) > 1 else {}
 
     def _doubts(self) -> list[str]:
         """Reference to the reasons why figures of others are marked."""
-        marked = any(DOUBTFUL in cell for row in self.rows for cell in row)
+        marked = any(DOUBTFUL in cell for cell in self.cells)
         ours = any(self.book.suspicions(record) for record in self.records)
         if not marked or ours:
             return []
@@ -102,13 +108,13 @@ def missing(citations: Iterable[Citation]) -> str:
     return "\n\n".join(dict.fromkeys(not_measured(citation.command) for citation in citations if not citation))
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A pipe table."""
-    heads = [name.removeprefix("<") for name in columns]
-    rule = [":--" if name.startswith("<") else "--:" for name in columns]
-    lines = [heads, rule, *rows]
-    assert all(len(line) == len(heads) for line in lines), f"{heads} has rows of other lengths"
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A pipe table of cells by the head of their column, as `Table` has them; nothing without rows."""
+    heads = list(rows[0]) if rows else []
+    assert all([*row] == heads for row in rows), f"{heads} has rows of other columns"
+    rule = [":--" if head.startswith("<") else "--:" for head in heads]
+    lines = [[head.removeprefix("<").rstrip() for head in heads], rule, *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
 
 
 def provenance(book: Book, records: Sequence[Record], letters: Mapping[str, str], noisy: bool) -> str:

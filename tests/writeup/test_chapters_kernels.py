@@ -16,7 +16,7 @@ from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_sha
 from writeup.chapters import flash_published, flash_sweep, step
 from writeup.compose import chapter
 from writeup.errors import Unmeasured
-from writeup.model_pairs import BASE, in_turn, setup
+from writeup.model_pairs import BASE, in_turn
 from writeup.publications import publications
 from writeup.tables import plain
 
@@ -90,7 +90,7 @@ def book(tmp_path):
             "norms",
             [
                 "| 50000 x 1024 | RMSNorm, eager | 4.10 s | 2.0 s (0.50) | 4.00 (4.00 to 4.00) |",
-                "| 50000 x 1024 | forward | RMSNorm, Triton | 512 ms",
+                "| 50000 x 1024 | RMSNorm, Triton | 512 ms | 256 ms (0.50) | 0.50 (0.50 to 0.50) | - |",
                 "| small | forward-backward | 100 ms | 80.0 ms | 1.25 (1.25 to 1.25) | 1.25 |",
                 "| small | forward-backward | 100 ms | 50.0 ms | 2.00 (2.00 to 2.00) | 2.00 |",
             ],
@@ -99,14 +99,14 @@ def book(tmp_path):
         ("step", ["| small | forward-backward | 100 ms | 25.0 ms | 4.00 (4.00 to 4.00) | 4.00 | 0.79 |"]),
     ],
 )
-def test_a_gpu_fills_every_chapter(book, name, said):
+def test_a_gpu_fills_every_chapter(book, name, said, undrawn):
     text = plain(chapter(book, name)[0])
     for words in said:
         assert words in text, words
 
 
 @pytest.mark.parametrize("name", ["step", "norms", "flash-attention", "memory"])
-def test_without_records_each_says_what_to_run(tmp_path, name):
+def test_without_records_each_says_what_to_run(tmp_path, name, undrawn):
     text, _ = chapter(Book(tmp_path, None), name)
     assert "Not measured on this machine. Run: `python -m benchmarks." in text
     assert "†" not in text
@@ -157,15 +157,6 @@ def test_only_variants_of_one_run_are_compared():
     assert not in_turn(Citation("compare", "", (other_run, variant)), "compile")
 
 
-def test_the_set_up_is_that_of_the_records():
-    records = (e2e("rmsnorm", False, 1.0), e2e("rmsnorm", False, 1.0))
-    records[1].config.update(size="tiny", attention="sdpa")
-    said = setup(Citation("e2e", "", records))
-    assert "2024 edition, batch 16, context 128, fp32, 2 passes before" in said
-    assert "operator by operator (`small`) and by torch's `scaled_dot_product_attention` (`tiny`)" in said
-    assert setup(Citation("e2e", "")) == ""
-
-
 def test_a_step_counts_as_the_course_chapter_of_cost_does():
     work = flash_published.step_flops(flash_published.FULL, 2, 32_768)
     assert work / 1e15 == pytest.approx(5.044, abs=5e-4)
@@ -189,17 +180,7 @@ def test_a_pass_of_a_published_model_is_predicted():
     assert seconds("forward-backward", "bf16", 512) < seconds("forward-backward", "fp32", 512)
 
 
-def test_which_cells_of_the_grid_were_measured():
+def test_cells_of_the_grid_that_were_not_measured_are_predicted():
     cells = [attention("eager", "forward", seq, 1.0, "course") for seq in (256, 1024)]
-    said = flash_sweep.measured_cells(Citation("attention", "", tuple(cells)))
-    measured = "2 of the 20 cells of the course's grid were measured: widths 64 at 256 and 1,024 tokens."
-    assert said == f"{measured} Of the others, 18 were not tried; their times are predicted."
-    full = [
-        replace(attention("eager", "forward", seq, 1.0, "course"), status="out-of-memory", samples_ms=[])
-        for seq in flash_sweep.COURSE_SEQUENCES[2:]
-    ]
-    grid = [replace(r, config=r.config | {"dim": dim}) for r in [*cells, *full] for dim in flash_sweep.DIMS]
-    said = flash_sweep.measured_cells(Citation("attention", "", tuple(grid)))
-    assert said.endswith("Of the others, 12 do not fit into memory; their times are predicted.")
     table = str(flash_sweep.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
     assert "| 128 | 16,384 | - |" in table

@@ -12,7 +12,7 @@ from cs336_systems.presets import preset
 from writeup.book import Book, Citation
 from writeup.chapters.activation_checkpointing import more_work, one_shape
 from writeup.chapters.function_calls import flops_ratio
-from writeup.chapters.mixed_precision import verdicts
+from writeup.chapters.mixed_precision import differing
 from writeup.profiles import profile_picture, with_tables
 
 SIZE = {"size": "small", "year": 2024, "norm": "rmsnorm", "attention": "naive"}
@@ -45,24 +45,13 @@ def test_pictures_are_shown_only_with_their_own_record(tmp_path):
 
 
 def test_what_the_original_says_of_the_toy_model_is_judged():
-    both = {"forward": "fp16", "backward": "fp16"}
-    full = {"forward": "fp32", "backward": "fp32"}
+    both, full = dict.fromkeys(("forward", "backward"), "fp16"), dict.fromkeys(("forward", "backward"), "fp32")
     parts = {"parameters": full, "fc1 (Linear)": both, "ln (LayerNorm)": both, "fc2 (Linear)": both, "loss": full}
-    cuda = {
-        "parameters": "fp32",
-        "fc1 (Linear)": "fp16",
-        "ln (LayerNorm)": "fp32",
-        "fc2 (Linear)": "fp16",
-        "loss": "fp32",
-    }
+    cuda = {"fc1 (Linear)": "fp16", "ln (LayerNorm)": "fp32", "loss": "fp32"}
     record = Record("mixed_precision", {}, {}, metrics={"parts": parts, "documented_for_cuda": cuda})
-    loss, gradients = verdicts(Book(), record)
-    assert loss.startswith(
-        "the original has the loss in fp16; here it is fp32; torch's lists say fp32 for a GPU as well."
-    )
-    assert gradients.startswith("the original has the gradients in fp16; here they are fp32. A `.grad`")
+    assert differing(Book(), record) == {"loss": ("fp16", "fp32"), "gradients": ("fp16", "fp32")}
     cuda["loss"] = "fp16"
-    assert len(verdicts(Book(), record)) == 1, "torch's lists decide where the two devices differ"
+    assert differing(Book(), record).keys() == {"gradients"}, "torch's lists decide where the two devices differ"
 
 
 def test_one_shape_is_that_of_the_first_record_whatever_it_recomputes():

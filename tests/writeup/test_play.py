@@ -30,11 +30,6 @@ process.stdout.write(JSON.stringify(choices.map(each => [lookup(data, "memory", 
 """
 
 
-@pytest.fixture(scope="module")
-def data():
-    return json.loads(page.data())
-
-
 def tables(data):
     """Memory and time as arrays with an axis for each of the table's, and the names of these."""
     sizes = {name: len(values) for name, _, values, *_ in data["axes"]}

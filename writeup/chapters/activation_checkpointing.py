@@ -24,8 +24,8 @@ def content(book: Book) -> dict[str, Any]:
     swept = one_shape(book.cite("memory", mode="activations", command=SEGMENTS))
     plain = swept.one(recompute="none")
     return {
-        "kept": residuals(book, kept),
-        "inside": inside(book, kept),
+        "kept": residuals(book, kept, "blocks"),
+        "inside": residuals(book, kept, "modules"),
         "swept": sweep_table(book, swept),
         "what_swept": what(swept),
         "picture": picture(swept, plain) if plain else None,
@@ -58,34 +58,30 @@ def what(cited: Citation) -> str:
     return ""
 
 
-def residuals(book: Book, cited: Citation) -> Table:
-    """Bytes kept for backward by block, for each way of recomputing, and their sum beside the predicted one."""
-    records = list(cited)
-    rows = [[markdown_text(row[0]), *row[1:]] for row in grouped([record.metrics["blocks"] for record in records])]
-    if records:
-        rows.append(["in all", *(memory(book, record, "kept_bytes") for record in records)])
-        rows.append(["predicted (of counted)", *(predicted_memory(record, "kept_bytes") for record in records)])
-    return Table(book, ("<kept by", *map(recompute_name, records)), rows, cited)
-
-
-def inside(book: Book, cited: Citation) -> Table:
-    """Table of the bytes kept for backward inside one block."""
-    records = list(cited)
-    rows = [[markdown_text(row[0]), *row[1:]] for row in grouped([record.metrics["modules"] for record in records])]
-    return Table(book, ("<kept by", *map(recompute_name, records)), rows, cited)
+def residuals(book: Book, cited: Citation, which: str) -> Table:
+    """Bytes kept for backward by part of the model (`blocks` or `modules`), for each way of recomputing; of blocks also
+    the sum beside the predicted one."""
+    names = [recompute_name(record) for record in cited]
+    lines = [[markdown_text(name), *cells] for name, *cells in grouped([record.metrics[which] for record in cited])]
+    if cited and which == "blocks":
+        lines.append(["in all", *(memory(book, record, "kept_bytes") for record in cited)])
+        lines.append(["predicted (of counted)", *(predicted_memory(record, "kept_bytes") for record in cited)])
+    return Table(book, [dict(zip(("<kept by", *names), line, strict=True)) for line in lines], cited)
 
 
 def sweep_table(book: Book, cited: Citation) -> Table:
     """Each way of recomputing: the most activations at once, what they consist of, and the FLOPs that it costs."""
-    rows = []
-    for record in cited:
-        predicted = record.predicted
-        rows.append([
-            recompute_name(record), memory(book, record, "peak_bytes"), predicted_memory(record, "peak_bytes"),
-            *(format_bytes(predicted[f"{part}_bytes"]) for part in ("kept", "recomputed")), f"{more_work(record):.1%}",
-        ])  # fmt: skip
-    columns = ("<recomputed", "peak", "predicted (of measured)", "kept", "recomputed at once", "more FLOPs, computed")
-    return Table(book, columns, rows, cited)
+    rows = [
+        {
+            "<recomputed": recompute_name(record), "peak": memory(book, record, "peak_bytes"),
+            "predicted (of measured)": predicted_memory(record, "peak_bytes"),
+            "kept": format_bytes(record.predicted["kept_bytes"]),
+            "recomputed at once": format_bytes(record.predicted["recomputed_bytes"]),
+            "more FLOPs, computed": f"{more_work(record):.1%}",
+        }
+        for record in cited
+    ]  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def more_work(record: Record) -> float:

@@ -17,7 +17,7 @@ from writeup.publications import ORIGINAL
 from writeup.rank_runs import PLACES, Group, group_of, line_of, link_title
 from writeup.schematics import all_reduces
 from writeup.tables import Table
-from writeup.words import joined, times
+from writeup.words import joined
 
 ONE, TWO = "all-reduce", "all-reduce, two nodes"
 STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")
@@ -84,16 +84,15 @@ def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
     rows = []
     for record in sorted(cited, key=lambda r: (group_of(r), r.config["bytes"])):
         config = {name: record.config[name] for name in ("backend", "device", "bytes", "ranks")}
-        cells = [str(group_of(record)), size_name(config["bytes"]), timing(book, record), prediction(record)]
-        if record.status == "ok":
-            cells += [rate(bus(record, kind)) for kind in ("algorithm", "bus")]
-            cells.append(format_seconds(metric(record, "rank_spread_ms") / 1e3))
-        else:
-            cells += [NONE] * 3
-        rows.append([*cells, theirs.cell(**config)])
-    columns = ("<ranks", "size", "median", "predicted (of measured)", "algorithm", "bus", "rank spread",
-               "2024, mean")  # fmt: skip
-    return Table(book, columns, rows, cited)
+        known = record.status == "ok"
+        rows.append({
+            "<ranks": str(group_of(record)), "size": size_name(config["bytes"]), "median": timing(book, record),
+            "predicted (of measured)": prediction(record),
+            "algorithm": rate(bus(record, "algorithm")) if known else NONE, "bus": rate(bus(record)) if known else NONE,
+            "rank spread": format_seconds(metric(record, "rank_spread_ms") / 1e3) if known else NONE,
+            "2024, mean": theirs.cell(**config),
+        })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def families(cited: Citation) -> dict[Group, list[Record]]:
@@ -107,19 +106,18 @@ def families(cited: Citation) -> dict[Group, list[Record]]:
 def fits(book: Book, citations: list[Citation]) -> Table:
     """Latency and bandwidth: of the probe, on which the predictions rest, and fitted to what was measured."""
     rows = []
-    for cited in citations:
-        for name, records in families(cited).items():
-            line, first = line_of(records), records[0]
-            found = (
-                [format_seconds(line.overhead), rate(line.bandwidth), f"{line.residual:.1%}"]
-                if line
-                else [NONE, NONE, "no line"]
-            )
-            probed = [format_seconds(metric(first, "latency_ms") / 1e3), rate(metric(first, "link_bytes_per_s"))]
-            nodes = first.config["nodes"]
-            rows.append([str(name), f"{nodes} node{'s' * (nodes > 1)}", probed[0], found[0], probed[1], *found[1:]])
-    columns = ("<ranks", "<on", "latency, probed", "fitted", "bus bandwidth, probed", "fitted", "fit off by")
-    return Table(book, columns, rows, [cited for cited in citations if cited] or citations[0])
+    for name, records in (pair for cited in citations for pair in families(cited).items()):
+        line, first = line_of(records), records[0]
+        nodes = first.config["nodes"]
+        rows.append({
+            "<ranks": str(name), "<on": f"{nodes} node{'s' * (nodes > 1)}",
+            "latency, probed": format_seconds(metric(first, "latency_ms") / 1e3),
+            "fitted": format_seconds(line.overhead) if line else NONE,
+            "bus bandwidth, probed": rate(metric(first, "link_bytes_per_s")),
+            "fitted ": rate(line.bandwidth) if line else NONE,
+            "fit off by": f"{line.residual:.1%}" if line else "no line",
+        })  # fmt: skip
+    return Table(book, rows, [cited for cited in citations if cited] or citations[0])
 
 
 def picture(one: Citation, two: Citation) -> Figure:
@@ -159,20 +157,22 @@ def published(book: Book, theirs: Beside) -> Table:
     rows, backends = [], backends_of(theirs)
     link = system_preset(theirs.table.system).inside.bandwidth
     for nbytes, ranks in sorted({(int(row.keys["bytes"]), int(row.keys["ranks"])) for row in theirs.table.rows}):
-        keys: list[dict[str, Any]] = [
-            {"backend": backend, "device": device, "bytes": nbytes, "ranks": ranks} for backend, device in backends
-        ]
-        fastest = theirs.value(**keys[-1])
-        bus = rate(bandwidths(nbytes, ranks, fastest.ms)["bus_bytes_per_s"]) if fastest else NONE
-        least = f"{1e3 * sent('all-reduce', ranks) * nbytes / link:.3g} ms"
-        rows.append([size_name(nbytes), str(ranks), *(theirs.cell(**key) for key in keys), bus, least])
-    columns = ("size", "ranks", *(f"{backend}, {PLACES[device]}" for backend, device in backends), "NCCL's bus",
-               "ring, least")  # fmt: skip
+        keys: dict[str, dict[str, Any]] = {
+            f"{backend}, {PLACES[device]}": {"backend": backend, "device": device, "bytes": nbytes, "ranks": ranks}
+            for backend, device in backends
+        }
+        fastest = theirs.value(**[*keys.values()][-1])
+        rows.append({
+            "size": size_name(nbytes), "ranks": str(ranks),
+            **{head: theirs.cell(**key) for head, key in keys.items()},
+            "NCCL's bus": rate(bandwidths(nbytes, ranks, fastest.ms)["bus_bytes_per_s"]) if fastest else NONE,
+            "ring, least": f"{1e3 * sent('all-reduce', ranks) * nbytes / link:.3g} ms",
+        })  # fmt: skip
     note = (
         f"Means of {theirs.table.source.author} on {theirs.table.hardware}. The last column is a ring's bytes over the "
         f"{rate(link)} that one such GPU has to the others by its data sheet. {theirs.table.note}."
     )
-    return Table(book, columns, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes])
+    return Table(book, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes])
 
 
 def published_picture(theirs: Beside) -> Figure:
@@ -203,35 +203,34 @@ def published_picture(theirs: Beside) -> Figure:
 def students(book: Book, one: Citation) -> Table:
     """Other published all-reduces of 1 GB, with their bus bandwidth; then ours of the same tensor on two ranks."""
     rows = []
+
+    def add(who: str, on: str, nbytes: int, ranks: int, mean: str, bytes_per_s: float) -> None:
+        rows.append({"<source": who, "<on": on, "size": size_name(nbytes), "ranks": str(ranks), "mean": mean,
+                     "bus bandwidth": rate(bytes_per_s)})  # fmt: skip
+
     for source in STUDENTS:
         table = beside(book, source, ONE, "ms")
         for row in table.table.rows:
             ranks, nbytes = int(row.keys["ranks"]), int(row.keys["bytes"])
-            sent_bytes = bandwidths(nbytes, ranks, row.values["mean"].ms)["bus_bytes_per_s"]
             who = f"{source}, the {row.keys['extreme']}" if "extreme" in row.keys else source
-            where = f"{row.keys['backend']}, {table.table.hardware}"
-            rows.append([who, where, size_name(nbytes), str(ranks), table.cell(**row.keys), rate(sent_bytes)])
+            found = bandwidths(nbytes, ranks, row.values["mean"].ms)["bus_bytes_per_s"]
+            on = f"{row.keys['backend']}, {table.table.hardware}"
+            add(who, on, nbytes, ranks, table.cell(**row.keys), found)
     ours = one.only(bytes=10**9, ranks=2)
     for record in ours.measured:
-        where = markdown_text(f"{record.config['backend']}, {record.environment['device']}")
-        rows.append(["this write-up, median", where, size_name(10**9), "2", timing(book, record), rate(bus(record))])
-    columns = ("<source", "<on", "size", "ranks", "mean", "bus bandwidth")
-    return Table(book, columns, rows, ours if ours else ())
+        on = markdown_text(f"{record.config['backend']}, {record.environment['device']}")
+        add("this write-up, median", on, 10**9, 2, timing(book, record), bus(record))
+    return Table(book, rows, ours if ours else ())
 
 
-def original(theirs: Beside) -> str:
-    """Number of the original's figures over NCCL that are suspect, and the fastest bus that they would imply."""
+def original(theirs: Beside) -> dict[str, Any]:
+    """Number of the original's figures over NCCL, how many of them are suspect, and the fastest bus that they would
+    imply, in bytes/s and over the link's."""
     rows = [row for row in theirs.table.rows if row.keys["backend"] == "nccl"]
-    marked = sum(bool(theirs.book.doubts(row.values["mean"])) for row in rows)
-    if not marked:
-        return ""
-    fastest = max(
+    rates = [
         bandwidths(int(row.keys["bytes"]), int(row.keys["ranks"]), row.values["mean"].ms)["bus_bytes_per_s"]
         for row in rows
-    )
+    ]
+    marked = sum(bool(theirs.book.doubts(row.values["mean"])) for row in rows)
     link = system_preset(theirs.table.system).inside.bandwidth
-    return (
-        f"Of the original's {len(rows)} figures over NCCL, {marked} are marked, alone or with their neighbours. "
-        f"The fastest would be a bus bandwidth of {rate(fastest)}, {times(fastest / link)} that of the link: the clock "
-        "was read before the GPUs were done."
-    )
+    return {"count": len(rows), "marked": marked, "fastest": rate(max(rates)), "times": max(rates) / link}

@@ -35,27 +35,26 @@ def limits(book: Book, answers: Mapping[str, Answer]) -> Table:
         return quantity(found[f"{way}_communication"] / found[f"{way}_compute"], "%")
 
     both, apart = grid["together"], grid["fsdp"] + grid["tp"]
-    free = ["0%", "any number"]
-    rows = [
-        ["data parallel", "forward", *_devices(answers, "data-parallel"), *free],
-        ["", "backward", *_devices(answers, "data-parallel"), ratio(data, "backward"), _whole(data["largest"])],
-        ["FSDP", "forward", *_devices(answers, "fsdp"), ratio(sharded, "forward"), _whole(sharded["largest"])],
-        ["", "backward", *_devices(answers, "fsdp"), ratio(sharded, "backward"), _whole(sharded["largest"])],
-        ["tensor parallel", "forward", *_devices(answers, "tensor-parallel"), ratio(tensor, "forward"),
-         _whole(tensor["largest_forward"])],
-        ["", "backward", *_devices(answers, "tensor-parallel"), ratio(tensor, "backward"),
-         _whole(tensor["largest_backward"])],
-        ["FSDP x TP, overlapped", "forward", *_devices(answers, "fsdp-tensor-parallel", "X", "Y"),
-         quantity(both / grid["compute"], "%"), _grid(grid, "largest_overlapped", max)],
-        ["FSDP x TP, one after another", "forward", *_devices(answers, "fsdp-tensor-parallel", "X", "Y"),
-         quantity(apart / grid["compute"], "%"), _grid(grid, "largest_apart", add)],
+    one, two = ("N",), ("X", "Y")
+    forward, backward = "largest_forward", "largest_backward"
+    lines = [
+        ("data parallel", "forward", "data-parallel", one, "0%", "any number"),
+        ("", "backward", "data-parallel", one, ratio(data, "backward"), _whole(data["largest"])),
+        ("FSDP", "forward", "fsdp", one, ratio(sharded, "forward"), _whole(sharded["largest"])),
+        ("", "backward", "fsdp", one, ratio(sharded, "backward"), _whole(sharded["largest"])),
+        ("tensor parallel", "forward", "tensor-parallel", one, ratio(tensor, "forward"), _whole(tensor[forward])),
+        ("", "backward", "tensor-parallel", one, ratio(tensor, "backward"), _whole(tensor[backward])),
+        ("FSDP x TP, overlapped", "forward", "fsdp-tensor-parallel", two, quantity(both / grid["compute"], "%"),
+         _grid(grid, "largest_overlapped", max)),
+        ("FSDP x TP, one after another", "forward", "fsdp-tensor-parallel", two, quantity(apart / grid["compute"], "%"),
+         _grid(grid, "largest_apart", add)),
     ]  # fmt: skip
-    columns = ("<split", "<pass", "devices", "communication / compute", "hidden up to")
-    return Table(book, columns, rows)
-
-
-def _devices(answers: Mapping[str, Answer], name: str, *letters: str) -> list[str]:
-    return [" x ".join(answers[name].texts[letter] for letter in letters or ("N",))]
+    rows = [
+        {"<split": split, "<pass": way, "devices": " x ".join(answers[name].texts[letter] for letter in letters),
+         "communication / compute": share, "hidden up to": limit}
+        for split, way, name, letters, share, limit in lines
+    ]  # fmt: skip
+    return Table(book, rows)
 
 
 def _whole(bound: float) -> str:
@@ -79,14 +78,15 @@ def largest_grid(a: float, b: float, together: Callable[[float, float], float]) 
 
 def readings(book: Book, answer: Answer) -> Table:
     """The answers to part (c), one for each way to read it."""
-    found = answer.numbers
-    rows = [
-        ["X and Y free, one axis after another", "$4\\alpha^2/(M_X M_Y F)$", "free_apart"],
-        ["the mesh as given, both axes at once", "$\\alpha/(M_X Y)$", "given_overlapped"],
-        ["the mesh as given, one axis after another", "$\\alpha/(M_X Y) / (1 - \\alpha Y/(M_Y F))$", "given_apart"],
-        ["X and Y free, both axes at once", "$\\alpha^2/(M_X M_Y F)$", "free_overlapped"],
+    lines = [
+        ("X and Y free, one axis after another", "$4\\alpha^2/(M_X M_Y F)$", "free_apart"),
+        ("the mesh as given, both axes at once", "$\\alpha/(M_X Y)$", "given_overlapped"),
+        ("the mesh as given, one axis after another", "$\\alpha/(M_X Y) / (1 - \\alpha Y/(M_Y F))$", "given_apart"),
+        ("X and Y free, both axes at once", "$\\alpha^2/(M_X M_Y F)$", "free_overlapped"),
     ]
-    cells = [[words, formula, f"{found[key]:.0f}" if key in found else NONE] for words, formula, key in rows]
-    return Table(
-        book, ("<what the question is taken to say", "<tokens a device, at least", "with these numbers"), cells
-    )
+    rows = [
+        {"<what the question is taken to say": words, "<tokens a device, at least": formula,
+         "with these numbers": f"{answer.numbers[key]:.0f}" if key in answer.numbers else NONE}
+        for words, formula, key in lines
+    ]  # fmt: skip
+    return Table(book, rows)

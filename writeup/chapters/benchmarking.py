@@ -10,12 +10,11 @@ from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from writeup.book import Book, Citation, metric
+from writeup.book import Book, Citation
 from writeup.ceilings import original_seconds, pass_seconds
 from writeup.cells import (
+    FEW,
     NONE,
-    STATUS,
-    marks,
     mean_and_deviation,
     median_ms,
     predicted_ms,
@@ -25,7 +24,7 @@ from writeup.cells import (
     timing,
 )
 from writeup.figures import Figure, draw
-from writeup.model_pairs import as_preset, setup
+from writeup.model_pairs import WARM, as_preset
 from writeup.publications import ORIGINAL, PublishedTable
 from writeup.tables import Table
 from writeup.words import joined
@@ -33,8 +32,7 @@ from writeup.words import joined
 PASSES = ("forward", "backward", "forward-backward")
 MODES = (*PASSES, "step")
 PLAIN = {"year": 2024, "precision": "fp32", "norm": "rmsnorm", "compile": False, "recompute": "none"}
-SOURCE, WARM, COLD = ORIGINAL, "benchmarking, 1 warm-up step", "benchmarking, no warm-up"
-FEW = 3  # samples below which a deviation says nothing
+SOURCE, COLD = ORIGINAL, "benchmarking, no warm-up"
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -44,13 +42,12 @@ def content(book: Book) -> dict[str, Any]:
     cold = as_preset(book.cite("e2e", PLAIN, warmup=0, mode=MODES, command=f"{command} --size small --warmup 0"))
     return {
         "warm": passes(book, warm, WARM),
-        "cold_setup": setup(cold),
         "cold": passes(book, cold, COLD),
         "picture": picture(warm) if warm.measured else None,
         "cold_published": cold_published(book),
         "students": students(book),
         "students_setup": students_setup(book),
-        "rod_cold": original_cold(book),
+        "widest": {"cold": widest(book, COLD), "warm": widest(book, WARM)},
     }
 
 
@@ -61,35 +58,29 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
         size, mode = record.config["size"], record.config["mode"]
         theirs = book.published.value(SOURCE, table, size=size, pass_=mode)
         wanted = f" ({format_seconds(original_seconds(size, mode))})" if theirs else ""
-        what = [markdown_text(size), mode, f"{len(record.samples_ms) or NONE}"]
-        cells = [mean(book, record), timing(book, record), prediction(record)]
-        rows.append([*what, *cells, quoted(book, theirs, "ms") + wanted])
-    columns = ("<size", "<pass", "n", "mean ± deviation", "median", "predicted (of measured)")
-    notes = [
+        rows.append({
+            "<size": markdown_text(size), "<pass": mode, "n": f"{len(record.samples_ms) or NONE}",
+            "mean ± deviation": mean_and_deviation(book, record), "median": timing(book, record),
+            "predicted (of measured)": prediction(record),
+            "2024, one GPU (predicted)": quoted(book, theirs, "ms") + wanted,
+        })  # fmt: skip
+    note = (
         f"n: samples; fewer than {FEW} have no deviation. 2024's cells are predicted by the cost model for large runs, "
         "for an H100 with products in TF32."
-    ]
-    return Table(book, (*columns, "2024, one GPU (predicted)"), rows, cited, notes=notes if rows else [])
+    )
+    return Table(book, rows, cited, [note])
 
 
 def cold_published(book: Book) -> Table:
     """The published times without warm-up beside those with it, every size and pass."""
     rows = []
-    for row in book.published.table(SOURCE, COLD).rows:
-        tables = [book.published.table(SOURCE, name) for name in (COLD, WARM)]
-        both = [table.value(column, **row.keys) for table in tables for column in ("mean", "std")]
-        rows.append([str(row.keys["size"]), str(row.keys["pass"]), *(quoted(book, each, "ms") for each in both)])
-    heads = ("<size", "<pass", "no warm-up, mean", "deviation", "one step, mean", "deviation")
-    return Table(book, heads, rows)
-
-
-def mean(book: Book, record: Record) -> str:
-    """Mean and deviation, as the course asks for them; of very few samples the mean alone."""
-    if record.status != "ok":
-        return STATUS[record.status]
-    if len(record.samples_ms) >= FEW:
-        return mean_and_deviation(book, record)
-    return format_seconds(metric(record, "mean_ms") / 1e3) + marks(book, record)
+    for each in book.published.table(SOURCE, COLD).rows:
+        row = {"<size": str(each.keys["size"]), "<pass": str(each.keys["pass"])}
+        for name, what, end in ((COLD, "no warm-up", ""), (WARM, "one step", " ")):
+            found = [book.published.value(SOURCE, name, column, **each.keys) for column in ("mean", "std")]
+            row |= dict(zip((f"{what}, mean", f"deviation{end}"), (quoted(book, v, "ms") for v in found), strict=True))
+        rows.append(row)
+    return Table(book, rows)
 
 
 def spread(records: list[Record]) -> list[list[float]]:
@@ -147,12 +138,15 @@ def students(book: Book) -> Table:
     for table in student_tables(book):
         for row, wanted in zip(table.rows, expected(table), strict=True):
             keys, found = {**table.fixed, **row.keys}, row.values["mean"]
-            what = [str(keys.get(name, NONE)) for name in ("size", "pass", "precision")]
-            who = [markdown_text(table.source.id), str(table.source.year), markdown_text(table.hardware)]
-            prognosis = f"{format_seconds(wanted)} ({wanted / found.value:.2f})" if wanted else NONE
-            rows.append([*who, *what, quoted(book, found, "ms"), prognosis])
-    heads = ("<who", "<edition", "<hardware", "<size", "<pass", "<precision", "published", "predicted (of published)")
-    return Table(book, heads, rows)
+            said = f"{format_seconds(wanted)} ({wanted / found.value:.2f})" if wanted else NONE
+            rows.append({
+                "<who": markdown_text(table.source.id), "<edition": str(table.source.year),
+                "<hardware": markdown_text(table.hardware),
+                **{f"<{name}": str(keys.get(name, NONE)) for name in ("size", "pass", "precision")},
+                "published": quoted(book, found, "ms"),
+                "predicted (of published)": said,
+            })  # fmt: skip
+    return Table(book, rows)
 
 
 def students_setup(book: Book) -> str:
@@ -180,15 +174,8 @@ def expected(table: PublishedTable) -> list[float | None]:
     return found
 
 
-def original_cold(book: Book) -> str:
-    """The largest deviation of the original's times, as a share of the mean, without warm-up and with: a sentence."""
-    most, share = [], 0.0
-    for name in (COLD, WARM):
-        rows = book.published.table(SOURCE, name).rows
-        shares = {row.values["std"].value / row.values["mean"].value: row.keys for row in rows}
-        share = max(shares)
-        most.append(f"{share:.0%} of the mean ({shares[share]['pass']} at `{shares[share]['size']}`)")
-    return (
-        f"In the original, without warm-up, the deviation is at most {most[0]}; after its one warm-up step, still "
-        f"{most[1]}." + " One pass is too little of a warm-up there." * (share > 0.5)
-    )
+def widest(book: Book, name: str) -> dict[str, Any]:
+    """The largest deviation of the original's times in a table, as a share of the mean, with its size and pass."""
+    rows = book.published.table(SOURCE, name).rows
+    shares = {row.values["std"].value / row.values["mean"].value: row.keys for row in rows}
+    return {"share": max(shares), **shares[max(shares)]}

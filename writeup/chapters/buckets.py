@@ -1,7 +1,7 @@
 """Best size of a bucket: the sweep, the equation with overhead and bandwidth fitted, and its optimum."""
 
 from dataclasses import dataclass
-from math import log, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ def content(book: Book) -> dict[str, Any]:
     drawn = {bool(model.run.records[0].config["link"]): model for model in reversed(models)}  # the widest on each link
     return {
         "fits": fits(book, models, [plain, slow]),
-        "best": best_sizes(book, models, [plain, slow]) if models else "",
         "picture": picture([drawn[link] for link in sorted(drawn)]) if models else None,
         "larger": all((fastest(model.run) or model.nbytes) > model.best for model in models),
         "published": published(book),
@@ -86,22 +85,20 @@ def model_of(run: Citation) -> Model | None:
 
 
 def fits(book: Book, models: list[Model], cited: list[Citation]) -> Table:
-    """Overhead and bandwidth of each run."""
-    rows = [[f"a step's collectives, {name(model)}", size_name(model.nbytes), *shown(model.line)] for model in models]
-    used = [each for each in cited if each] or cited[0]
-    return Table(book, ("<fitted to", "s", "o", "w", "fit off by"), rows, used)
-
-
-def best_sizes(book: Book, models: list[Model], cited: list[Citation]) -> Table:
-    """The bucket that the fitted equation asks for, and what was measured near it."""
+    """Overhead and bandwidth of each run, the bucket that the equation then asks for, and the fastest one measured."""
     rows = []
     for model in models:
-        line, near, fast = model.line, nearest(model), fastest(model.run)
+        line = model.line
         general = model.nbytes / best_count(model.nbytes, line.bandwidth, line.overhead, model.backward)
-        said = [size_name(float(f"{size:.3g}")) for size in (model.best, general)]
-        rows.append([name(model), *said, *(size_name(size) if size else NONE for size in (near, fast))])
-    columns = ("<step", "best, √(s w o)", "best with backward's length", "nearest measured", "fastest measured")
-    return Table(book, columns, rows, [each for each in cited if each] or cited[0])
+        fast = fastest(model.run)
+        rows.append({
+            "<a step's collectives": name(model), "s": size_name(model.nbytes), "o": format_seconds(line.overhead),
+            "w": f"{size_name(line.bandwidth)}/s", "fit off by": f"{line.residual:.1%}",
+            "best, √(s w o)": size_name(float(f"{model.best:.3g}")),
+            "with backward's length": size_name(float(f"{general:.3g}")),
+            "fastest measured": size_name(fast) if fast else NONE,
+        })  # fmt: skip
+    return Table(book, rows, [each for each in cited if each] or cited[0])
 
 
 def name(model: Model) -> str:
@@ -109,17 +106,6 @@ def name(model: Model) -> str:
     first = model.run.records[0]
     link = f", {markdown_text(link_words(first))}" if first.config["link"] else ""
     return f"width {first.config['d_model']}, {first.config['backend']}{link}"
-
-
-def shown(line: Line) -> list[str]:
-    """Overhead, bandwidth and residual in words."""
-    return [format_seconds(line.overhead), f"{size_name(line.bandwidth)}/s", f"{line.residual:.1%}"]
-
-
-def nearest(model: Model) -> float | None:
-    """The size measured that is nearest to the best one, as a factor."""
-    sizes = [bucket_bytes(record) or 0.0 for record in sweep_of(model.run)]
-    return min(sizes, key=lambda size: abs(log(size / model.best))) if sizes else None
 
 
 def fastest(run: Citation) -> float | None:
@@ -144,7 +130,8 @@ def picture(models: list[Model]) -> Figure:
             link = plot_text(link_title(model.run.records[0]))
             place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=link)
             place.set_ylim(bottom=0)
-        axes[0].legend(fontsize=7)
+        names = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(*names, loc="outside lower center", ncols=3, fontsize="small")
 
     return draw(
         "buckets-exposed", "What the reductions of n buckets leave after backward: measured, and by the equation.",
@@ -156,13 +143,9 @@ def picture(models: list[Model]) -> Figure:
 def published(book: Book) -> Table:
     """The original's sweep: sizes of buckets as columns."""
     theirs = beside(book, ORIGINAL, "bucketed", "ms")
-    sizes = sorted({int(row.keys["bucket_size_mb"]) for row in theirs.table.rows})
-    models = dict.fromkeys((row.keys["backend"], row.keys["size"]) for row in theirs.table.rows)
-    rows = [
-        [
-            f"{backend}, {size}",
-            *(theirs.cell(backend=backend, size=size, bucket_size_mb=megabytes) for megabytes in sizes),
-        ]
-        for backend, size in models
-    ]
-    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes)
+    rows: dict[str, dict[str, str]] = {}
+    for row in sorted(theirs.table.rows, key=lambda row: int(row.keys["bucket_size_mb"])):
+        name = f"{row.keys['backend']}, {row.keys['size']}"
+        cell = {f"{row.keys['bucket_size_mb']} MB": theirs.cell(**row.keys)}
+        rows.setdefault(name, {"<original": name}).update(cell)
+    return Table(book, [*rows.values()], notes=theirs.notes)

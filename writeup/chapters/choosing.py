@@ -1,6 +1,7 @@
 """Decisions: the fastest layout for some models and machines, as `cost search` finds it, and the loss with others."""
 
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.domain import time_range
@@ -40,9 +41,14 @@ def searched(case: Case) -> Search:
 
 
 def spoken(found: dict[Case, Search]) -> dict[str, Any]:
-    """Factors that the highest degree of tensor parallelism within a node costs."""
+    """Factors that the highest degree of tensor parallelism within a node costs, and (tp, pp, ZeRO stage) of the
+    fastest layouts by model."""
     price = [loss.factor for each in found.values() for loss in each.losses if loss.axis == "tp" and loss.value == 8]
-    return {"price": [each for each in price if each > 1]}
+    best: dict[str, list[tuple[int, int, int]]] = {}
+    for case, each in found.items():
+        plan = each.best[0].plan
+        best.setdefault(case.size, []).append((plan.tp, plan.pp, plan.zero))
+    return {"price": [each for each in price if each > 1], "best": best}
 
 
 def winners(book: Book, found: dict[Case, Search]) -> Table:
@@ -52,24 +58,25 @@ def winners(book: Book, found: dict[Case, Search]) -> Table:
         best = each.best[0]
         plan, (low, high) = best.plan, time_range(best.step)
         degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "dp": plan.dp}
-        layout = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-        spread = f"{format_seconds(low)} to {format_seconds(high)}"
-        rows.append([case.size, f"{case.gpus} x {case.system}", str(case.batch), layout, str(plan.zero),
-                     str(best.step.config.recompute), format_seconds(best.step.total), spread, f"{best.step.mfu:.0%}",
-                     format_bytes(best.memory)])  # fmt: skip
-    heads = ("<model", "<on", "sequences", "<fastest layout", "ZeRO", "<recompute", "step", "range", "MFU", "memory")
-    return Table(book, heads, rows)
+        rows.append({
+            "<model": case.size, "<on": f"{case.gpus} x {case.system}", "sequences": str(case.batch),
+            "<fastest layout": " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1),
+            "ZeRO": str(plan.zero), "<recompute": str(best.step.config.recompute),
+            "step": format_seconds(best.step.total), "range": f"{format_seconds(low)} to {format_seconds(high)}",
+            "MFU": f"{best.step.mfu:.0%}", "memory": format_bytes(best.memory),
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def losses(book: Book, found: dict[Case, Search]) -> Table:
     """Time of the best layout with another degree of tp, of pp or ZeRO stage, over the winner's."""
     rows = []
-    for case, each in found.items():
-        for axis in ("tp", "pp", "zero"):
-            cells = [
-                f"{loss.value}: {loss.factor:.2f}" if loss.best else f"{loss.value}: does not fit"
-                for loss in each.losses
-                if loss.axis == axis
-            ]
-            rows.append([f"{case.size}, {case.gpus} x {case.system}", axis, ", ".join(cells)])
-    return Table(book, ("<model and machine", "<choice", "<value: time over the winner's"), rows)
+    for (case, each), axis in product(found.items(), ("tp", "pp", "zero")):
+        cells = [
+            f"{loss.value}: {loss.factor:.2f}" if loss.best else f"{loss.value}: does not fit"
+            for loss in each.losses
+            if loss.axis == axis
+        ]
+        name = f"{case.size}, {case.gpus} x {case.system}"
+        rows.append({"<model and machine": name, "<choice": axis, "<value: time over the winner's": ", ".join(cells)})
+    return Table(book, rows)

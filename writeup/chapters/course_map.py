@@ -19,9 +19,10 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "editions": f"{', '.join(map(str, COURSE_YEARS[:-1]))} and {COURSE_YEARS[-1]}",
         "overview": markdown(
-            ("<problem", *(f"<{year}" for year in COURSE_YEARS), "<chapter"),
             [
-                [_name(each), *(ASKED if year in each.years else "" for year in COURSE_YEARS), _link(each.chapter)]
+                {"<problem": _name(each)}
+                | {f"<{year}": ASKED if year in each.years else "" for year in COURSE_YEARS}
+                | {"<chapter": f"[{each.chapter}](#{each.chapter})"}
                 for each in problems
             ],
         ),
@@ -56,7 +57,3 @@ def _entry(problem: Problem, first: dict[str, Problem]) -> dict[str, str]:
 
 def _name(problem: Problem) -> str:
     return markdown_code(problem.id) if problem.is_named else markdown_text(problem.id)
-
-
-def _link(chapter: str) -> str:
-    return f"[{chapter}](#{chapter})"

@@ -22,7 +22,7 @@ def content(book: Book) -> dict[str, Any]:
     lines = [_line(report, row, notes) for row in rows]
     cells = [cell for row in rows for cell in row.cells.values()]
     return {
-        "table": markdown(("<strategy", *(f"<{HEADS.get(name, name)}" for name in PROPERTIES)), lines),
+        "table": markdown(lines),
         "notes": [_note(number, text, where) for number, (text, where) in enumerate(notes.items(), 1)],
         "proven": sum(bool(cell.tests) for cell in cells),
         "defined": sum(cell.is_defined for cell in cells),
@@ -36,8 +36,9 @@ def content(book: Book) -> dict[str, Any]:
     }
 
 
-def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> list[str]:
-    return [markdown_text(row.strategy), *(_cell(report, row, name, notes) for name in PROPERTIES)]
+def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> dict[str, str]:
+    cells = {f"<{HEADS.get(name, name)}": _cell(report, row, name, notes) for name in PROPERTIES}
+    return {"<strategy": markdown_text(row.strategy)} | cells
 
 
 def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> str:

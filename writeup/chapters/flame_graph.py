@@ -5,8 +5,7 @@ from typing import Any
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.cells import NONE
-from writeup.chapters.function_calls import COMMAND, largest
-from writeup.profiles import profile_picture, tables, with_tables
+from writeup.profiles import largest, plain_profiles, profile_picture, tables
 from writeup.tables import Table
 
 LEAST = 5e-4  # share of a part that is listed
@@ -14,36 +13,28 @@ LEAST = 5e-4  # share of a part that is listed
 
 def content(book: Book) -> dict[str, Any]:
     """The picture, the shares of norms and softmax, and which parts take the rest."""
-    profiled = book.cite("profiling", wrapper="none", attention="naive", command=COMMAND)
-    cited = with_tables(book, profiled)
+    cited = plain_profiles(book)
     main = largest(cited)
     profile = tables(book, main) if main else None
     return {
         "picture": profile_picture(
-            book,
-            main,
-            "flame",
+            book, main, "flame",
             "One training step, from the top down: step, phase, module, operator. Width is time; the blocks are added "
             "up.",
             "An icicle of one step: forward, backward and optimizer, below them modules and their operators",
         ),
         "parts": parts(book, cited, main, profile),
-    }
+    }  # fmt: skip
 
 
 def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, Any] | None) -> Table:
     """The whole step by part of the model; each moment is in one row."""
+    ways = {"in forward": ("forward",), "in backward": ("backward", "recomputed"), "elsewhere": ("other",)}
+    listed = [each for each in profile["parts"] if each["share"] >= LEAST] if profile else []
+    whole = sum(each[name] for each in (profile or {"parts": []})["parts"] for way in ways.values() for name in way)
     rows = []
-    if profile:
-        whole = sum(total(row) for row in profile["parts"])
-        for row in (each for each in profile["parts"] if each["share"] >= LEAST):
-            ways = (row["forward"], row["backward"] + row["recomputed"], row["other"])
-            cells = [f"{each / whole:.1%}" if each else NONE for each in ways]
-            rows.append([row["name"], *cells, f"{row['share']:.1%}"])
-    columns = ("<part", "in forward", "in backward", "elsewhere", "in all")
-    return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
-
-
-def total(row: dict[str, Any]) -> int:
-    """Nanoseconds of a part."""
-    return int(row["forward"] + row["recomputed"] + row["backward"] + row["other"])
+    for each in listed:
+        spent = {head: sum(each[name] for name in names) for head, names in ways.items()}
+        shares = {head: f"{found / whole:.1%}" if found else NONE for head, found in spent.items()}
+        rows.append({"<part": each["name"], **shares, "in all": f"{each['share']:.1%}"})
+    return Table(book, rows, cited.only(size=main.config["size"]) if main else cited)

@@ -8,7 +8,7 @@ from benchmarks.records import Record
 from writeup.book import Book, Citation, facts
 from writeup.cells import marks, median_ms, prediction, timing
 from writeup.chapters.flash_published import boards, students
-from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, limits, measured_cells, sweep
+from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, limits, sweep
 from writeup.errors import Unmeasured
 from writeup.figures import Figure, draw, logarithmic
 from writeup.schematics import tiles
@@ -33,7 +33,6 @@ def content(book: Book) -> dict[str, Any]:
     shown = narrowed(flash)
     return {
         "course": sweep(book, course),
-        "measured": measured_cells(course),
         "limits": limits(),
         "flash": kernels(book, shown),
         "ours": "" if ours.measured else kernels(book, ours),  # which are in the other table where there are any
@@ -56,21 +55,21 @@ def narrowed(cited: Citation) -> Citation:
 
 def kernels(book: Book, cited: Citation) -> Table:
     """Each kernel by sequence."""
-    rows, left = [], []
-    for record in sorted(cited.only(**{"pass": FORWARD}), key=lambda r: int(r.config["seq"])):
-        config, name = record.config, NAMES.get(record.config["candidate"], "another")
-        if record.status == "unsupported":
-            left.append(name)
-            continue
-        same = {key: config[key] for key in ("seq", "candidate")}
-        back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
-        cells = [median(book, record), median(book, back), timing(book, both), prediction(both), kept(book, record)]
-        rows.append([f"{config['seq']:,}", name, *cells])
-    kept_head = "kept (predicted / measured)"
-    heads = ("<tokens", "<kernel", FORWARD, BACKWARD, "both", "lower bound (of both)", kept_head)
-    note = f"Not supported on this device: {joined(dict.fromkeys(left))}." if left else ""
-    used = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
-    return Table(book, heads, rows, used, notes=[note] if note else [])
+    used = cited.only(**{"pass": FORWARD})
+    left = [record.config["candidate"] for record in used if record.status == "unsupported"]
+    rows = []
+    for record in sorted(used, key=lambda r: int(r.config["seq"])):
+        if record.status != "unsupported":
+            same = {key: record.config[key] for key in ("seq", "candidate")}
+            back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
+            rows.append({
+                "<tokens": f"{record.config['seq']:,}", "<kernel": NAMES.get(record.config["candidate"], "another"),
+                FORWARD: median(book, record), BACKWARD: median(book, back), "both": timing(book, both),
+                "lower bound (of both)": prediction(both), "kept (predicted / measured)": kept(book, record),
+            })  # fmt: skip
+    names = joined(dict.fromkeys(NAMES.get(name, "another") for name in left)) if left else ""
+    supported = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
+    return Table(book, rows, supported, [f"Not supported on this device: {names}."] if left else [])
 
 
 def median(book: Book, record: Record | None) -> str:

@@ -36,15 +36,16 @@ def students(book: Book) -> Table:
         for row in table.rows:
             found, keys = row.values["mean"], {**table.fixed, **row.keys}
             work = attention_flops(keys)
-            share = f"{peak_share(found, work, system):.0%}" if system and keys["dtype"] == "bf16" else NONE
-            least = format_seconds(work / system_preset(system).matmul_flops) if system else NONE
             shape = f"{keys['batch']} x {keys['seq']:,} x {keys['dim']} {keys['dtype']}"
-            shape += ", causal" * bool(keys["causal"])
-            hardware = markdown_text(table.hardware or table.source.hardware)
-            what = [markdown_text(source), hardware, str(keys["candidate"]), str(keys["pass"]), shape]
-            rows.append([*what, quoted(book, found, "ms"), least, share])
-    heads = ("<who", "<hardware", "<kernel", "<pass", "<heads x tokens x width", "published", "least", "of peak")
-    return Table(book, heads, rows)
+            rows.append({
+                "<who": markdown_text(source), "<hardware": markdown_text(table.hardware or table.source.hardware),
+                "<kernel": str(keys["candidate"]), "<pass": str(keys["pass"]),
+                "<heads x tokens x width": shape + ", causal" * bool(keys["causal"]),
+                "published": quoted(book, found, "ms"),
+                "least": format_seconds(work / system_preset(system).matmul_flops) if system else NONE,
+                "of peak": f"{peak_share(found, work, system):.0%}" if system and keys["dtype"] == "bf16" else NONE,
+            })  # fmt: skip
+    return Table(book, rows)
 
 
 def boards(book: Book) -> Table:
@@ -54,17 +55,17 @@ def boards(book: Book) -> Table:
         "2025": ("leaderboard-2025", "flash attention", flops(LEADERBOARD[0], BOTH), 1),
         "2026": ("leaderboard-2026", "step", step, 2),
     }
-    rows = []
+    rows, notes = [], []
     for year, (source, name, work, processors) in tasks.items():
         table = book.published.table(source, name)
         system = table.system or table.source.system
         floor = work / (processors * system_preset(system).matmul_flops)
+        notes.append(f"{year}: {markdown_text(table.note)}; on {markdown_text(table.hardware)}.")
         for row in table.rows:
             found = row.values["time"]
-            cells = [quoted(book, found, "ms"), format_seconds(floor), f"{format_count(work / found.value)}FLOP/s"]
-            rows.append([year, str(row.keys["place"]), *cells, f"{peak_share(found, work, system, processors):.0%}"])
-    notes = [
-        f"{year}: {markdown_text(table.note)}; on {markdown_text(table.hardware)}."
-        for year, table in {year: book.published.table(*task[:2]) for year, task in tasks.items()}.items()
-    ]
-    return Table(book, ("<board", "<place", "published", "least", "rate", "of peak"), rows, notes=notes)
+            rows.append({
+                "<board": year, "<place": str(row.keys["place"]), "published": quoted(book, found, "ms"),
+                "least": format_seconds(floor), "rate": f"{format_count(work / found.value)}FLOP/s",
+                "of peak": f"{peak_share(found, work, system, processors):.0%}",
+            })  # fmt: skip
+    return Table(book, rows, notes=notes)

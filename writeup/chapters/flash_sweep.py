@@ -9,7 +9,6 @@ from cs336_systems.host.console import format_bytes, format_seconds
 from writeup.book import Book, Citation
 from writeup.cells import NONE, memory, prediction, timing
 from writeup.tables import Table
-from writeup.words import joined
 
 FORWARD, BACKWARD = "forward", "backward"
 WIDTH = {"fp32": 4, "bf16": 2}
@@ -43,17 +42,16 @@ def sweep(book: Book, cited: Citation) -> Table:
     """The course's sweep of eager attention, every cell: what was not measured is predicted."""
     rows = []
     for dim, seq in GRID if cited else ():
-        record, back = (cited.one(dim=dim, seq=seq, **{"pass": what}) for what in (FORWARD, BACKWARD))
-        if record:
-            cells = [timing(book, record), prediction(record), timing(book, back), prediction(back), kept(book, record)]
-        else:
-            need = kept_bytes({"candidate": "eager", "batch": 8, "seq": seq, "dim": dim, "dtype": "fp32"})
-            ahead, behind = (expected(cited, dim, seq, what) for what in (FORWARD, BACKWARD))
-            cells = [NONE, ahead, NONE, behind, f"predicted {format_bytes(need or 0)}"]
-        rows.append([f"{dim}", f"{seq:,}", *cells])
-    times = (FORWARD, "predicted", BACKWARD, "predicted")
-    heads = ("<dim", "tokens", *times, "kept for backward (predicted / measured)")
-    return Table(book, heads, rows, cited)
+        row = {"<dim": f"{dim}", "tokens": f"{seq:,}"}
+        found = {what: cited.one(dim=dim, seq=seq, **{"pass": what}) for what in (FORWARD, BACKWARD)}
+        for what, record in found.items():
+            said = prediction(record) if found[FORWARD] else expected(cited, dim, seq, what)
+            row |= {what: timing(book, record), f"{what}, predicted": said}
+        need = kept_bytes({"candidate": "eager", "batch": 8, "seq": seq, "dim": dim, "dtype": "fp32"})
+        first = found[FORWARD]
+        held = kept(book, first) if first else f"predicted {format_bytes(need or 0)}"
+        rows.append(row | {"kept for backward (predicted / measured)": held})
+    return Table(book, rows, cited)
 
 
 def expected(cited: Citation, dim: int, seq: int, what: str) -> str:
@@ -61,22 +59,6 @@ def expected(cited: Citation, dim: int, seq: int, what: str) -> str:
     rates = [rate for record in cited if (rate := record.predicted.get("peak_flops_per_s"))]
     work = flops(AttentionTask("course", 8, seq, dim, "fp32", causal=False), what)
     return format_seconds(work / max(rates)) if rates else NONE
-
-
-def measured_cells(cited: Citation) -> str:
-    """Sentence on the cells of the course's grid that were measured."""
-    cells = sorted({(r.config["dim"], r.config["seq"]) for r in cited.measured} & set(GRID))
-    if not cells or len(cells) == len(GRID):
-        return ""
-    dims, lengths = (sorted({cell[place] for cell in cells}) for place in (0, 1))
-    whole = len(cells) == len(dims) * len(lengths)
-    at = f"widths {joined(map(str, dims))} at {joined(f'{length:,}' for length in lengths)} tokens"
-    which = at if whole else joined(f"{seq:,} tokens of width {dim}" for dim, seq in cells)
-    full = {(r.config["dim"], r.config["seq"]) for r in cited if r.status == "out-of-memory"} - set(cells)
-    missing = set(GRID) - set(cells) - full
-    others = [f"{len(full)} do not fit into memory"] * bool(full) + [f"{len(missing)} were not tried"] * bool(missing)
-    count = f"{len(cells)} of the {len(GRID)} cells of the course's grid"
-    return f"{count} were measured: {which}. Of the others, {joined(others)}; their times are predicted."
 
 
 def limits() -> str:

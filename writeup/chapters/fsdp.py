@@ -52,7 +52,7 @@ def content(book: Book) -> dict[str, Any]:
         "ahead": AHEAD,
         "traced_command": traced.command,
         "accounting": accounting(book),
-        "answer": answer(),
+        "answer": question("fsdp-memory").result,
         "student_said": student_said(book),
         "command": ZERO,
     }
@@ -68,16 +68,18 @@ def memory(book: Book, run: Citation) -> Table:
     """Bytes at rest on a rank, by part, with predicted over measured in brackets, and bytes kept by a forward pass."""
     rows = []
     for record in run:
-        cells = [
-            f"{format_bytes(metric(record, f'{part}_bytes'))} "
-            f"({record.predicted[f'{part}_bytes'] / metric(record, f'{part}_bytes'):.2f})"
-            for part in PARTS
-        ]
-        in_all = f"{format_bytes(total(record))}{age(book, record)} ({total(record, True) / total(record):.2f})"
+        bytes_of = {part: (record.predicted[f"{part}_bytes"], metric(record, f"{part}_bytes")) for part in PARTS}
+        cells = {part: predicted_over(*found) for part, found in bytes_of.items()}
+        at_rest = predicted_over(total(record, True), total(record), age(book, record))
+        kept = format_bytes(metric(record, "activations_bytes"))
         name = markdown_text(str(record.config["candidate"]))
-        rows.append([name, *cells, in_all, format_bytes(metric(record, "activations_bytes"))])
-    columns = ("<stage", *PARTS, "at rest", "kept by forward")
-    return Table(book, columns, rows, run)
+        rows.append({"<stage": name, **cells, "at rest": at_rest, "kept by forward": kept})
+    return Table(book, rows, run)
+
+
+def predicted_over(predicted: float, found: float, signs: str = "") -> str:
+    """`1.2 GiB (0.99)`: bytes with marks, and in brackets the predicted ones over them."""
+    return f"{format_bytes(found)}{signs} ({predicted / found:.2f})"
 
 
 def sent_bytes(record: Record) -> float:
@@ -90,20 +92,19 @@ def steps(book: Book, run: Citation) -> Table:
     base = run.one(candidate="stage 0")
     rows = []
     for record in run:
-        found, cells = record.metrics, [NONE] * 3
+        found, reductions, gathers, whole = record.metrics, NONE, NONE, NONE
         if "reductions_ms" in found:
-            gathers = f"{format_seconds(found['gathers_ms'] / 1e3)} ({found['update_share']:.0%})"
+            reductions = format_seconds(found["reductions_ms"] / 1e3)
+            if found["gathers_ms"]:
+                gathers = f"{format_seconds(found['gathers_ms'] / 1e3)} ({found['update_share']:.0%})"
             units = f" ({2 * sent_bytes(record) / sent_bytes(base):.2f})" if base else ""  # stage 0 sends two of them
-            cells = [
-                format_seconds(found["reductions_ms"] / 1e3),
-                gathers if found["gathers_ms"] else NONE,
-                format_bytes(sent_bytes(record)) + units,
-            ]
-        name = markdown_text(str(record.config["candidate"]))
-        rows.append([name, timing(book, record), prediction(record), ratio(record, "fsdp_ratio"), *cells])
-    columns = ("<stage", "step", "predicted (of measured)", "over FSDP2", "reductions alone",
-               "gathers alone (of step)", "sent (in 4P(N-1)/N)")  # fmt: skip
-    return Table(book, columns, rows, run)
+            whole = format_bytes(sent_bytes(record)) + units
+        rows.append({
+            "<stage": markdown_text(str(record.config["candidate"])), "step": timing(book, record),
+            "predicted (of measured)": prediction(record), "over FSDP2": ratio(record, "fsdp_ratio"),
+            "reductions alone": reductions, "gathers alone (of step)": gathers, "sent (in 4P(N-1)/N)": whole,
+        })  # fmt: skip
+    return Table(book, rows, run)
 
 
 @cache
@@ -121,51 +122,50 @@ def traffic(book: Book, ranks: int = 8) -> Table:
         whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
         for each, count in found.items():
             verbs[each.verb] += count
-        kinds = ", ".join(f"{count} {verb}" for verb, count in verbs.items())
-        unit = whole / (nbytes * (ranks - 1) / ranks)
-        rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
-    columns = ("ranks", "<stage", "<collectives of a step", "sent by a rank", "in units of 4P(N-1)/N")
-    return Table(book, columns, rows)
+        rows.append({
+            "ranks": str(ranks), "<stage": name,
+            "<collectives of a step": ", ".join(f"{count} {verb}" for verb, count in verbs.items()),
+            "sent by a rank": format_bytes(whole),
+            "in units of 4P(N-1)/N": f"{whole / (nbytes * (ranks - 1) / ranks):.2f}",
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def accounting(book: Book) -> Table:
     """The published accounting of 2026's xl, with what the formula has at rest and what it saves."""
     theirs, rows = beside(book, STUDENT, "fsdp", "GiB"), []
     time = beside(book, STUDENT, "fsdp", "ms")
-    count = parameters_of(SIZE, YEAR)
     base = theirs.value("peak", candidate="ddp", ranks=2, precision="fp32")
     for row in theirs.table.rows:
         full, ranks, precision = row.keys["candidate"] == "fsdp", int(row.keys["ranks"]), str(row.keys["precision"])
-        rest = sum(zero_memory(count, 0, ranks, 3 if full else 0).values())
-        whole = sum(zero_memory(count, 0, ranks, 0).values())
+        whole, sharded = at_rest(ranks)
         found = row.values["peak"]
         saved = f"{(base.value - found.value) / GIB:.1f} GiB" if base and full and precision == "fp32" else NONE
-        rows.append([
-            str(row.keys["candidate"]), str(ranks), precision, theirs.cell("peak", **row.keys),
-            f"{rest / GIB:.1f} GiB", saved, f"{(whole - rest) / GIB:.1f} GiB" if full else NONE,
-            time.cell("time", **row.keys),
-        ])  # fmt: skip
-    columns = ("<wrapper", "ranks", "<precision", "peak", "at rest, predicted", "saved", "saved at rest, predicted",
-               "step")  # fmt: skip
+        rows.append({
+            "<wrapper": str(row.keys["candidate"]), "ranks": str(ranks), "<precision": precision,
+            "peak": theirs.cell("peak", **row.keys),
+            "at rest, predicted": f"{(sharded if full else whole) / GIB:.1f} GiB", "saved": saved,
+            "saved at rest, predicted": f"{(whole - sharded) / GIB:.1f} GiB" if full else NONE,
+            "step": time.cell("time", **row.keys),
+        })  # fmt: skip
     note = f"::: source\n{theirs.table.source.author}, {theirs.table.hardware}; {theirs.table.note}.\n:::"
-    return Table(book, columns, rows, notes=[note, *theirs.notes])
+    return Table(book, rows, notes=[note, *theirs.notes])
 
 
-def answer() -> str:
-    """The course's question in one line: what full sharding saves beyond sharded state, for the xl of its year."""
-    return question("fsdp-memory").result
+def at_rest(ranks: int) -> list[float]:
+    """Bytes of parameters, gradients and state of xl on a rank: whole, and fully sharded."""
+    return [sum(zero_memory(parameters_of(SIZE, YEAR), 0, ranks, stage).values()) for stage in (0, 3)]
 
 
 def student_said(book: Book) -> str:
     """Published saving compared with the formula for memory at rest."""
-    theirs = book.published.table(STUDENT, "fsdp")
+    theirs, shares = book.published.table(STUDENT, "fsdp"), []
     base = theirs.value("peak", candidate="ddp", ranks=2, precision="fp32")
-    shares, count = [], parameters_of(SIZE, YEAR)
     for ranks in (2, 4):
         found = theirs.value("peak", candidate="fsdp", ranks=ranks, precision="fp32")
         if base and found:
-            saved = sum(zero_memory(count, 0, ranks, 0).values()) - sum(zero_memory(count, 0, ranks, 3).values())
-            shares.append(f"{(base.value - found.value) / saved:.0%} ({ranks} ranks)")
+            whole, sharded = at_rest(ranks)
+            shares.append(f"{(base.value - found.value) / (whole - sharded):.0%} ({ranks} ranks)")
     return (
         f"In fp32 sharding lowers the published peak by {joined(shares)} of what the formula saves at rest: a peak "
         "also has activations, gathered weights and a whole gradient before its reduce-scatter."

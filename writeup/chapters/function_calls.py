@@ -8,13 +8,12 @@ from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import ModelConfig, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, median_ms
-from writeup.profiles import tables, with_tables
+from writeup.cells import NONE, quoted
+from writeup.profiles import largest, plain_profiles, tables
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined, times
 
-COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
 SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
 SOFTMAX, SCORES = "softmax of attention", "both products"
@@ -25,8 +24,7 @@ Profile = dict[str, Any]
 
 def content(book: Book) -> dict[str, Any]:
     """The tables of operators, the shares, and the answers to the course's questions."""
-    profiled = book.cite("profiling", wrapper="none", attention="naive", command=COMMAND)
-    cited = with_tables(book, profiled)
+    cited = plain_profiles(book)
     main = largest(cited)
     profile = tables(book, main) if main else None
     return {
@@ -36,11 +34,6 @@ def content(book: Book) -> dict[str, Any]:
         "softmax": softmax(book, cited),
         "more": more_time_than_flops(cited, book),
     }
-
-
-def largest(cited: Citation) -> Record | None:
-    """The profile whose step took longest: the one in which operators, not their starts, take the time."""
-    return max(cited, key=median_ms, default=None)
 
 
 def config_of(record: Record) -> ModelConfig:
@@ -71,63 +64,65 @@ def flops_ratio(config: ModelConfig) -> float:
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
     """Calls and times of the operators of a phase, in one step."""
     rows = []
-    if main and profile:
+    if profile:
         own, own_share, total = clocked(profile)
-        steps = profile["steps"]
-        for row in by_self_time(profile, period)[:SHOWN]:
-            rows.append([
-                markdown_code(row["name"]), f"{row['calls'] / steps:,.0f}",
-                format_seconds(row[own] / steps / 1e9), f"{row[own_share]:.1%}",
-                format_seconds(row[total] / steps / 1e9),
-                f"{format_count(row['flops_per_second'])}FLOP/s" if row["flops_per_second"] else NONE,
-            ])  # fmt: skip
-    columns = ("<operator", "calls", "self", "share", "total", "rate")
-    return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
+        rows = [
+            {
+                "<operator": markdown_code(row["name"]), "calls": f"{row['calls'] / profile['steps']:,.0f}",
+                "self": format_seconds(row[own] / profile["steps"] / 1e9), "share": f"{row[own_share]:.1%}",
+                "total": format_seconds(row[total] / profile["steps"] / 1e9),
+                "rate": f"{format_count(row['flops_per_second'])}FLOP/s" if row["flops_per_second"] else NONE,
+            }
+            for row in by_self_time(profile, period)[:SHOWN]
+        ]  # fmt: skip
+    return Table(book, rows, cited.only(size=main.config["size"]) if main else cited)
 
 
 def shares(book: Book, cited: Citation) -> Table:
     """The share of matrix products in the forward pass and in the whole step, the optimizer's included."""
-    rows = []
-    for record in cited:
-        found = []
-        for name in ("share_matrix_products_of_forward", "share_matrix_products"):
+    periods = {"forward": "of the forward pass", "step": "of the step"}
+    rows = [{"<size": record.config["size"]} for record in cited] + [{"<size": "2024, one GPU"}]
+    for period, head in periods.items():
+        name = "share_matrix_products" + "_of_forward" * (period == "forward")
+        for record, row in zip(cited, rows, strict=False):
             predicted = record.predicted.get(name)
-            found += [f"{record.metrics[name]:.1%}", NONE if predicted is None else f"{predicted:.1%}"]
-        rows.append([record.config["size"], *found])
-    theirs = [
-        book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
-    ]
-    forward, step = (f"{each.shown('%')}%" if each else NONE for each in theirs)
-    rows.append(["2024, one GPU", forward, NONE, step, NONE])
-    columns = ("<size", "of the forward pass", "predicted", "of the step", "predicted")
-    return Table(book, columns, rows, cited)
+            row |= {head: f"{record.metrics[name]:.1%}",
+                    f"predicted, {head}": NONE if predicted is None else f"{predicted:.1%}"}  # fmt: skip
+        theirs = book.published.value(SOURCE, "operator shares", pass_=period, operator="aten::mm")
+        rows[-1] |= {head: quoted(book, theirs, "%"), f"predicted, {head}": NONE}
+    return Table(book, rows, cited)
+
+
+def attention_parts(book: Book, record: Record) -> dict[str, dict[str, Any]]:
+    """The profiled softmax and both products of attention, by name; empty if either is missing."""
+    found = {row["name"]: row for row in (tables(book, record) or {})["attention"]}
+    return found if {SOFTMAX, SCORES} <= found.keys() and found[SCORES]["forward"] else {}
 
 
 def softmax(book: Book, cited: Citation) -> Table:
     """Attention's softmax over its two products in the forward pass, in time and in FLOPs."""
     rows = []
     for record in cited:
-        profile = tables(book, record) or {}
-        parts = {row["name"]: row for row in profile["attention"]}
-        if SOFTMAX in parts and SCORES in parts:
+        if parts := attention_parts(book, record):
             soft, products = parts[SOFTMAX], parts[SCORES]
-            flops = soft["forward_flops"] / products["forward_flops"] if products["forward_flops"] else None
-            rows.append([
-                record.config["size"],
-                *(format_seconds(part["forward"] / profile["steps"] / 1e9) for part in (soft, products)),
-                f"{soft['forward'] / products['forward']:.2f}",
-                NONE if flops is None else f"{flops:.4f}", f"{flops_ratio(config_of(record)):.4f}",
-            ])  # fmt: skip
-    columns = ("<size", "softmax", "both products", "ratio of times", "ratio of FLOPs, counted", "predicted")
-    return Table(book, columns, rows, cited)
+            steps = (tables(book, record) or {})["steps"]
+            flops = products["forward_flops"] and soft["forward_flops"] / products["forward_flops"]
+            rows.append({
+                "<size": record.config["size"],
+                "softmax": format_seconds(soft["forward"] / steps / 1e9),
+                "both products": format_seconds(products["forward"] / steps / 1e9),
+                "ratio of times": f"{soft['forward'] / products['forward']:.2f}",
+                "ratio of FLOPs, counted": f"{flops:.4f}" if flops else NONE,
+                "predicted": f"{flops_ratio(config_of(record)):.4f}",
+            })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def more_time_than_flops(cited: Citation, book: Book) -> str:
     """Ratio of softmax to products in time over that in FLOPs: a clause, or nothing if it is not above 1."""
     found = {}
     for record in cited:
-        parts = {row["name"]: row for row in (tables(book, record) or {})["attention"]}
-        if SOFTMAX in parts and SCORES in parts and parts[SCORES]["forward"]:
+        if parts := attention_parts(book, record):
             time = parts[SOFTMAX]["forward"] / parts[SCORES]["forward"]
             found[record.config["size"]] = time / flops_ratio(config_of(record))
     return (

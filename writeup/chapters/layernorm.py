@@ -8,12 +8,14 @@ from cs336_systems.host.console import format_seconds
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing
 from writeup.figures import Figure, draw, logarithmic
-from writeup.model_pairs import cite, in_turn, table
+from writeup.model_pairs import table
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined, pair_ratios
 
 ROD = ORIGINAL
+FORWARD, BOTH = "forward", "forward-backward"
+ALONE = ("layernorm", "eager", "torch", "compiled", "ours")  # in the tables; the picture has them all
 NORMS = {
     "layernorm": "LayerNorm",
     "eager": "RMSNorm, eager",
@@ -33,16 +35,16 @@ EAGER_TRIPS, FUSED_TRIPS = 7, 2
 
 def content(book: Book) -> dict[str, Any]:
     """Both tables, the picture, and the values of the commentary."""
-    norms = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": "forward"})
-    compared = cite(book, "norm=layernorm")
-    pairs = in_turn(compared, "norm=layernorm")
+    both = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": BOTH})
+    norms = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": FORWARD})
     profiled = book.cite("profiling", wrapper="none", ranks=1, norm="rmsnorm", command=PROFILE)
     return {
         "alone": alone(book, norms),
+        "both": alone(book, both),
         "picture": picture(norms) if norms.measured else None,
         "trips": f"{EAGER_TRIPS / FUSED_TRIPS:.2g}",
         "eager_trips": EAGER_TRIPS,
-        "turns": table(book, compared, pairs, ("RMSNorm", "LayerNorm"), original_shares(book)),
+        "turns": table(book, "norm=layernorm", ("RMSNorm", "LayerNorm")),
         "share": norms_share(profiled),
     }
 
@@ -60,23 +62,26 @@ def least(record: Record, copy: Record | None) -> str:
 
 
 def alone(book: Book, norms: Citation) -> Table:
-    """Each norm by columns, and the original's beside it."""
-    cited = norms.only(candidate=("layernorm", "eager", "torch"))
+    """Each norm by columns in one pass, and the original's forward pass beside it."""
+    cited = norms.only(candidate=lambda name: name in ALONE)
     base, copies, rows = by_columns(cited, "layernorm"), by_columns(norms, "copy"), []
     for record in sorted(cited, key=lambda each: int(each.config["columns"])):
         columns, name = record.config["columns"], record.config["candidate"]
         first = base.get(columns)
         share = over(pair_ratios(record, first)) if first and record.status == "ok" else NONE
-        cells = [timing(book, record), least(record, copies.get(columns)), "1" if record is first else share]
-        theirs = [NONE, NONE]
-        if name in PUBLISHED:
-            keys = {"candidate": PUBLISHED[name], "columns": columns}
-            mean, printed = (book.published.value(ROD, "norms", column, **keys) for column in ("mean", "ratio"))
-            theirs = [quoted(book, mean, "ms"), printed.shown("x") if printed else NONE]
-        rows.append([f"{record.config['rows']} x {columns}", NORMS[name], *cells, *theirs])
-    heads = ("<rows x columns", "<norm", "median", "least: a copy in turn (of measured)", "over LayerNorm")
+        known = name in PUBLISHED and record.config["pass"] == FORWARD
+        mean, printed = (
+            book.published.value(ROD, "norms", column, candidate=PUBLISHED[name], columns=columns) if known else None
+            for column in ("mean", "ratio")
+        )
+        rows.append({
+            "<rows x columns": f"{record.config['rows']} x {columns}", "<norm": NORMS[name],
+            "median": timing(book, record), "least: a copy in turn (of measured)": least(record, copies.get(columns)),
+            "over LayerNorm": "1" if record is first else share,
+            "2024, one GPU": quoted(book, mean, "ms"), "over LayerNorm ": printed.shown("x") if printed else NONE,
+        })  # fmt: skip
     note = "A norm moves at least as many bytes as a copy of x to y. Ratios are in turn. 2024 used 50,000 rows."
-    return Table(book, (*heads, "2024, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
+    return Table(book, rows, cited, [note])
 
 
 def picture(cited: Citation) -> Figure:
@@ -94,16 +99,6 @@ def picture(cited: Citation) -> Figure:
         "layernorm-rates", "The forward pass of each norm as a rate: the bytes that it must move over its time.",
         "Lines of gigabytes per second over columns for each norm, and for a copy", into,
     )  # fmt: skip
-
-
-def original_shares(book: Book) -> dict[tuple[str, str], str]:
-    """The original's time with RMSNorm over the one with LayerNorm, by size and pass."""
-    found = {}
-    for row in book.published.table(ROD, "model with layernorm").rows:
-        plain = book.published.value(ROD, "benchmarking, 1 warm-up step", "", **row.keys)
-        if plain:
-            found[str(row.keys["size"]), str(row.keys["pass"])] = f"{plain.value / row.values['mean'].value:.2f}"
-    return found
 
 
 def norms_share(profiled: Citation) -> str:

@@ -40,16 +40,17 @@ def spoken(cited: Citation) -> dict[str, Any]:
 
 def table(book: Book, cited: Citation) -> Table:
     """Every way by context and ranks."""
-    rows = []
-    for record in sorted(cited, key=lambda each: int(each.config["context"])):
-        config, memory = record.config, metric(record, "memory_bytes")
-        rows.append([
-            f"{config['context']:,}", str(config["cp"]), str(config["way"]), timing(book, record), prediction(record),
-            ratio(record), format_bytes(memory), format_bytes(record.predicted["live_bytes"]),
-        ])  # fmt: skip
-    heads = ("tokens", "ranks", "<way", "step", "predicted (of measured)", "over one rank, in turn", "memory of a rank",
-             "its tensors, predicted")  # fmt: skip
-    return Table(book, heads, rows, cited)
+    rows = [
+        {
+            "tokens": f"{record.config['context']:,}", "ranks": str(record.config["cp"]),
+            "<way": str(record.config["way"]), "step": timing(book, record),
+            "predicted (of measured)": prediction(record), "over one rank, in turn": ratio(record),
+            "memory of a rank": format_bytes(metric(record, "memory_bytes")),
+            "its tensors, predicted": format_bytes(record.predicted["live_bytes"]),
+        }
+        for record in sorted(cited, key=lambda each: int(each.config["context"]))
+    ]  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def picture(cited: Citation) -> Figure:

@@ -17,7 +17,7 @@ from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, STATUS, predicted_ms, prediction, timing
+from writeup.cells import NONE, predicted_ms, prediction, timing
 from writeup.figures import Figure, draw, drawn
 from writeup.tables import Table
 from writeup.words import span
@@ -72,25 +72,24 @@ def layouts(book: Book, cited: Citation) -> Table:
     base = next((predicted_ms(r) for r in cited if r.config["layout"] == r.config["base"]), None)
     rows = []
     for record in cited:
-        config = record.config
-        name = [markdown_text(config["layout"]), str(config["ranks"]), str(config["global_batch_size"])]
+        config, found = record.config, record.metrics
+        memory = [each / 2**20 for each in found.get("memory_bytes", ()) if each is not None]
+        rows.append({
+            "<layout": markdown_text(config["layout"]), "ranks": str(config["ranks"]),
+            "batch": str(config["global_batch_size"]), "step": timing(book, record),
+            "predicted (of measured)": prediction(record),
+            "efficiency": _range(record, "efficiency"), "predicted": _efficiency(record, cited, base),
+            "bubble": percent(found.get("bubble")), "ideal": percent(record.predicted.get("bubble")),
+            "peak memory": f"{span(memory, '{:.0f}')} MiB" if memory else NONE, "MFU": percent(found.get("mfu")),
+        })  # fmt: skip
         if record.status != "ok":
-            rows.append([*name, STATUS[record.status], *[NONE] * 7])
-            continue
-        cells = [timing(book, record), prediction(record)]
-        cells += [_range(record, "efficiency"), _efficiency(record, cited, base)]
-        cells += [percent(metric(record, "bubble")), percent(record.predicted.get("bubble"))]
-        memory = [each / 2**20 for each in metric(record, "memory_bytes") if each is not None]
-        cells += [f"{span(memory, '{:.0f}')} MiB" if memory else NONE, percent(metric(record, "mfu"))]
-        rows.append(name + cells)
-    columns = (
-        "<layout", "ranks", "batch", "step", "predicted (of measured)", "efficiency",
-        "predicted", "bubble", "ideal", "peak memory", "MFU",
-    )  # fmt: skip
-    return Table(book, columns, rows, cited)
+            rows[-1] |= dict.fromkeys([*rows[-1]][4:], NONE)
+    return Table(book, rows, cited)
 
 
 def _range(record: Record, prefix: str) -> str:
+    if record.status != "ok":
+        return NONE
     middle, low, high = (metric(record, f"{prefix}_{name}") for name in ("median", "low", "high"))
     return f"{middle:.0%} ({low:.0%} to {high:.0%})"
 
@@ -154,21 +153,17 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
     """The published rows with the model's step beside them."""
     base, rows = default_base(study), []
     for run, step, see in zip(study, steps, marks(study), strict=True):
-        scaled = percent(efficiency(run, base) if run.world >= base.world else None)
-        cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
-        cells += [
-            f"{run.iteration_ms:.1f} ms",
-            f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
-        ]
-        cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
         held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
-        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, see]
-        rows.append(cells)
-    columns = (
-        "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
-        "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
-    )  # fmt: skip
-    return Table(book, columns, rows)
+        rows.append({
+            "GPUs": str(run.world), "tp/pp/dp": run.layout, "batch": str(run.global_batch_size),
+            "a sample": f"{run.ms_per_sample:g} ms", "iteration": f"{run.iteration_ms:.1f} ms",
+            "predicted (of it)": f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
+            f"efficiency vs {base.world}": percent(efficiency(run, base) if run.world >= base.world else None),
+            "bubble": percent(bubble(run)), "ideal": percent(ideal_bubble(run)),
+            "MFU": percent(utilisation(run, model_only=True)),
+            "nvidia-smi": NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", "memory": held, "see": see,
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def without_recipe(text: str) -> str:

@@ -9,11 +9,11 @@ from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, quoted
-from writeup.model_pairs import Pairs, cite, in_turn, predicted_ratio
+from writeup.model_pairs import Pairs, cite, in_turn, predicted_ratio, published_pairs
 from writeup.model_pairs import table as turns_table
-from writeup.publications import ORIGINAL, Published
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import joined, pair_ratios
+from writeup.words import pair_ratios
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
 TOY, OURS = "toy model of the course", "transformer of this project"
@@ -29,24 +29,22 @@ TOY_PARTS = {
 LARGEST_FP16, STEPS_FP16 = (2 - 2**-10) * 2**15, 2**10  # and how many numbers lie between two powers of 2
 STEPS_BF16 = 2**7
 SOURCE, STUDENT = ORIGINAL, "brandon-snider"
-Times = tuple[Published | None, Published | None]  # in fp32, in bf16
+BF16 = "precision=bf16"
 
 
 def content(book: Book) -> dict[str, Any]:
     """Sums, dtypes, timings, and the values of the commentary."""
     sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
     dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
-    compared = cite(book, "precision=bf16")
-    pairs = in_turn(compared, "precision=bf16")
     toy = dtypes.one(model=TOY, precision="fp16")
     return {
         "sums": accumulation(book, sums),
         "toy": toy_table(book, dtypes, toy),
-        "verdicts": verdicts(book, toy) if toy else [],
+        "differ": differing(book, toy) if toy else None,
         "parts": transformer(book, dtypes),
-        "turns": turns_table(book, compared, pairs, ("fp32", "bf16"), original_shares(book)),
+        "turns": turns_table(book, BF16, ("fp32", "bf16")),
         "published": published(book),
-        "expected": expected(pairs),
+        "expected": expected(in_turn(cite(book, BF16), BF16)),
         "limits": {"largest": f"{LARGEST_FP16:,.0f}", "root": f"{LARGEST_FP16**0.5:.0f}", "fp16": f"{STEPS_FP16:,}",
                    "bf16": STEPS_BF16},
     }  # fmt: skip
@@ -54,14 +52,16 @@ def content(book: Book) -> dict[str, Any]:
 
 def accumulation(book: Book, cited: Citation) -> Table:
     """The sums, their errors, and where these come from."""
-    rows = []
-    for record in cited:
-        for name, found in metric(record, "sums").items():
-            errors = (found[key] for key in ("error", "error_of_term", "error_of_additions"))
-            cells = [f"{found['sum']:.7g}", *(f"{each:.2g}" for each in errors)]
-            rows.append([markdown_text(name), *cells, markdown_text(found["why"])])
-    columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
-    return Table(book, columns, rows, cited)
+    rows = [
+        {
+            "<sum += term": markdown_text(name), "sum": f"{found['sum']:.7g}", "error": f"{found['error']:.2g}",
+            "of the term": f"{found['error_of_term']:.2g}", "of additions": f"{found['error_of_additions']:.2g}",
+            "<why": markdown_text(found["why"]),
+        }
+        for record in cited
+        for name, found in metric(record, "sums").items()
+    ]  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
@@ -69,11 +69,13 @@ def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
     rows = []
     for theirs, (part, way) in TOY_PARTS.items() if record else ():
         documented = record.metrics["documented_for_cuda"].get(part) if record and way == "forward" else None
-        ours = record.metrics["parts"][part][way] if record else NONE
-        cells = [markdown_text(ours), markdown_text(documented or NONE), published_dtype(book, theirs)]
-        rows.append([theirs, *cells])
-    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "2024, one GPU")
-    return Table(book, columns, rows, cited.only(model=TOY, precision="fp16"))
+        rows.append({
+            "<part, autocast to fp16": theirs,
+            "here": markdown_text(record.metrics["parts"][part][way] if record else NONE),
+            "a GPU, by torch's lists": markdown_text(documented or NONE),
+            "2024, one GPU": published_dtype(book, theirs),
+        })  # fmt: skip
+    return Table(book, rows, cited.only(model=TOY, precision="fp16"))
 
 
 def published_dtype(book: Book, part: str) -> str:
@@ -82,43 +84,26 @@ def published_dtype(book: Book, part: str) -> str:
     return found.text if found else NONE
 
 
-def verdicts(book: Book, record: Record) -> list[str]:
-    """Remarks on parts in which the original differs from torch's lists or, where these say nothing, from our run."""
-    said = []
+def differing(book: Book, record: Record) -> dict[str, tuple[str, str]]:
+    """Parts in which the original differs from torch's lists or, where these say nothing, from our run: both dtypes."""
+    found = {}
     for theirs, (part, way) in TOY_PARTS.items():
-        ours = record.metrics["parts"][part][way]
         documented = record.metrics["documented_for_cuda"].get(part) if way == "forward" else None
-        printed = published_dtype(book, theirs)
-        if printed == (documented or ours):
-            continue
-        also = f"; torch's lists say {documented} for a GPU as well" if documented == ours else ""
-        said.append(
-            f"the original has the {theirs} in {printed}; here {verb(theirs)} {ours}{also}. {REASONS.get(theirs, '')}"
-        )
-    return [line.strip() for line in said]
-
-
-REASONS = {
-    "loss": "Cross-entropy is on autocast's list of what runs in fp32, since it exponentiates and adds up.",
-    "gradients": "A `.grad` has the dtype of its parameter: the gradient of the cast is cast back at once.",
-}
-
-
-def verb(part: str) -> str:
-    """`they are` or `it is`."""
-    return "they are" if part in ("parameters", "gradients", "logits") else "it is"
+        printed, ours = published_dtype(book, theirs), documented or record.metrics["parts"][part][way]
+        if printed != ours:
+            found[theirs] = printed, ours
+    return found
 
 
 def transformer(book: Book, cited: Citation) -> Table:
     """The parts of this project's model, forward / gradient, for each precision; those of one block."""
     mine = cited.only(model=OURS, precision=("bf16", "fp16"))
-    records = {record.config["precision"]: record for record in mine}
-    names = dict.fromkeys(name for record in mine for name in record.metrics["parts"])
+    parts = {f"autocast to {record.config['precision']}": record.metrics["parts"] for record in mine}
+    names = dict.fromkeys(name for each in parts.values() for name in each)
     rows = [
-        [markdown_text(name), *(ways(record.metrics["parts"].get(name)) for record in records.values())]
-        for name in names
+        {"<part": markdown_text(name)} | {head: ways(each.get(name)) for head, each in parts.items()} for name in names
     ]
-    return Table(book, ("<part", *(f"autocast to {name}" for name in records)), rows, mine)
+    return Table(book, rows, mine)
 
 
 def ways(part: dict[str, str] | None) -> str:
@@ -126,62 +111,36 @@ def ways(part: dict[str, str] | None) -> str:
     return markdown_text(" / ".join(each for each in (part or {}).values() if each) or NONE)
 
 
-def expected(both: Pairs) -> str:
-    """Predicted over measured factor of every pair, as a sentence; nothing without a prediction."""
-    ratios = {
-        where: wanted / median(pair_ratios(high, low))
-        for where, (high, low) in both.items()
+def expected(both: Pairs) -> dict[str, float]:
+    """Predicted over measured speed-up of every pair that has a prediction, by size."""
+    return {
+        size: wanted / median(pair_ratios(high, low))
+        for (size, _), (high, low) in both.items()
         if (wanted := predicted_ratio(high, low))
     }
-    named = [f"{ratio:.2f} for {mode} at `{size}`" for (size, mode), ratio in ratios.items()]
-    return f"The predicted speed-up over the measured one is {joined(named)}." if named else ""
-
-
-def original_times(book: Book) -> dict[tuple[str, str], Times]:
-    """The original's times in both precisions, by size and pass."""
-    high, low = (book.published.table(SOURCE, name) for name in ("benchmarking, 1 warm-up step", "mixed precision"))
-    cells = [(str(row.keys["size"]), str(row.keys["pass"])) for row in low.rows]
-    return {cell: (high.value(size=cell[0], pass_=cell[1]), low.value(size=cell[0], pass_=cell[1])) for cell in cells}
-
-
-def student_times(book: Book) -> dict[tuple[str, str], Times]:
-    """A student's times in both precisions, by size and pass."""
-    table = book.published.table(STUDENT, "mixed precision")
-    cells = dict.fromkeys((str(row.keys["size"]), str(row.keys["pass"])) for row in table.rows)
-    return {
-        (size, what): (
-            table.value(size=size, pass_=what, precision="fp32"),
-            table.value(size=size, pass_=what, precision="bf16"),
-        )
-        for size, what in cells
-    }
-
-
-def factor(both: Times) -> float | None:
-    """The time in fp32 over that in bf16."""
-    return both[0].value / both[1].value if both[0] and both[1] else None
-
-
-def original_shares(book: Book) -> dict[tuple[str, str], str]:
-    """The original's fp32 over bf16 as cells, by size and pass."""
-    return {where: f"{found:.2f}" for where, both in original_times(book).items() if (found := factor(both))}
 
 
 def published(book: Book) -> Table:
     """Times of the original and of a student in both precisions, with the prediction for the original."""
+    pairs = {("2024", *where): both for where, both in published_pairs(book, BF16).items()}
+    theirs = book.published.table(STUDENT, "mixed precision")
+    for keys in (row.keys for row in theirs.rows if row.keys["precision"] == "bf16"):
+        high, low = (theirs.value("", **(keys | {"precision": name})) for name in ("fp32", "bf16"))
+        if high and low:
+            pairs[STUDENT, str(keys["size"]), str(keys["pass"])] = high, low
     rows = []
-    for who, times_of in (("2024", original_times(book)), (STUDENT, student_times(book))):
-        for (size, what), both in times_of.items():
-            found, wanted = factor(both), [NONE] * 3
-            if who != STUDENT:
-                seconds = [original_seconds(size, what, precision) for precision in ("fp32", "bf16")]
-                wanted = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
-            cells = [f"{quoted(book, cell, 'ms')} ({wish})" for cell, wish in zip(both, wanted, strict=False)]
-            rows.append([who, size, what, *cells, f"{f'{found:.2f}' if found else NONE} ({wanted[2]})"])
-    heads = ("<who", "<size", "<pass", "fp32 (predicted)", "bf16 (predicted)", "fp32 / bf16 (predicted)")
+    for (who, size, what), both in pairs.items():
+        wanted = [NONE] * 3
+        if who != STUDENT:
+            seconds = [original_seconds(size, what, precision) for precision in ("fp32", "bf16")]
+            wanted = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
+        cells = [*(quoted(book, each, "ms") for each in both), f"{both[0].value / both[1].value:.2f}"]
+        heads = ("fp32 (predicted)", "bf16 (predicted)", "fp32 / bf16 (predicted)")
+        found = {head: f"{cell} ({wish})" for head, cell, wish in zip(heads, cells, wanted, strict=True)}
+        rows.append({"<who": who, "<size": size, "<pass": what} | found)
     hardware = markdown_text(book.published.sources[STUDENT].hardware)
     note = (
         "Predicted by the large cost model, for an H100 with fp32 in TF32. "
         f"{STUDENT}: {hardware}; batch and context are not published, so nothing is predicted."
     )
-    return Table(book, heads, rows, notes=[note])
+    return Table(book, rows, notes=[note])

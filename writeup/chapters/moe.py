@@ -55,20 +55,19 @@ def content(book: Book) -> dict[str, Any]:
 
 def layer_table(book: Book, cited: Citation) -> Table:
     """One expert layer: a row for each candidate."""
-    rows = [
-        [
-            markdown_text(record.config["candidate"]), timing(book, record), prediction(record), ratio(record),
-            format_count(record.predicted["flops"]), f"{metric(record, 'rows'):,.0f} ({record.predicted['rows']:,})",
-            f"{_mb(metric(record, 'all_to_all_bytes'))} ({_mb(record.predicted['all_to_all_bytes'])})",
-            format_bytes(metric(record, "peak_memory_bytes") or 0),
-        ]
-        for record in cited.measured
-    ]  # fmt: skip
-    columns = (
-        "<formulation", "CPU time, median", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
-        "rows sent (predicted)", "bytes of an all-to-all (predicted)", "memory",
-    )  # fmt: skip
-    return Table(book, columns, rows, cited)
+    rows = []
+    for record in cited.measured:
+        said = record.predicted
+        sent = f"{_mb(metric(record, 'all_to_all_bytes'))} ({_mb(said['all_to_all_bytes'])})"
+        rows.append({
+            "<formulation": markdown_text(record.config["candidate"]), "CPU time, median": timing(book, record),
+            "predicted (of measured)": prediction(record), "over sort's, pair by pair": ratio(record),
+            "FLOPs": format_count(said["flops"]),
+            "rows sent (predicted)": f"{metric(record, 'rows'):,.0f} ({said['rows']:,})",
+            "bytes of an all-to-all (predicted)": sent,
+            "memory": format_bytes(metric(record, "peak_memory_bytes") or 0),
+        })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def _layer_shape(cited: Citation) -> str:
@@ -94,17 +93,16 @@ def evaluation_table(book: Book, cited: Citation) -> Table:
     for record in order:
         config, found, waits = record.config, record.metrics, metric(record, "waiting")
         sent, due = found["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
-        rows.append([
-            str(config["ranks"]), f"{config['tp']} x {config['ep']}", config["moe"], config["words"],
-            str(found["tokens"] // config["context"]), timing(book, record), f"{found['tokens_per_s']:,.0f}",
-            format_seconds(found["cpu_ms_per_layer"] / 1e3), f"{_mb(sent)} ({_mb(due)})" if sent else NONE,
-            f"{sum(waits) / len(waits):.0%}", f"{found['loss']:.6f}",
-        ])  # fmt: skip
-    columns = (
-        "ranks", "tp x ep", "<formulation", "<words", "blocks", "a batch, median", "tokens/s",
-        "CPU an expert layer", "all-to-all (predicted)", "waiting", "loss, base 2",
-    )  # fmt: skip
-    return Table(book, columns, rows, cited)
+        rows.append({
+            "ranks": str(config["ranks"]), "tp x ep": f"{config['tp']} x {config['ep']}",
+            "<formulation": config["moe"], "<words": config["words"],
+            "blocks": str(found["tokens"] // config["context"]), "a batch, median": timing(book, record),
+            "tokens/s": f"{found['tokens_per_s']:,.0f}",
+            "CPU an expert layer": format_seconds(found["cpu_ms_per_layer"] / 1e3),
+            "all-to-all (predicted)": f"{_mb(sent)} ({_mb(due)})" if sent else NONE,
+            "waiting": f"{sum(waits) / len(waits):.0%}", "loss, base 2": f"{found['loss']:.6f}",
+        })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def sweep_table(book: Book, cited: Citation) -> Table:
@@ -112,17 +110,15 @@ def sweep_table(book: Book, cited: Citation) -> Table:
     rows = []
     for cell in sweep_cells(cited.measured.records):
         sort, einsum = cell["sort"], cell.get("einsum")
-        config, found = sort.config, sort.metrics
-        slots = "as needed" if config["slots"] is None else str(config["slots"])
-        rows.append([
-            markdown_text(config["capacity"]), slots, f"{found['dropped_share']:.1%}", timing(book, sort),
-            prediction(sort), timing(book, einsum), prediction(einsum), ratio(einsum),
-        ])  # fmt: skip
-    columns = (
-        "<capacity", "slots", "dropped", "sort, CPU time", "predicted", "one-hot, CPU time", "predicted",
-        "one-hot / sort",
-    )  # fmt: skip
-    return Table(book, columns, rows, cited)
+        rows.append({
+            "<capacity": markdown_text(sort.config["capacity"]),
+            "slots": "as needed" if sort.config["slots"] is None else str(sort.config["slots"]),
+            "dropped": f"{sort.metrics['dropped_share']:.1%}",
+            "sort, CPU time": timing(book, sort), "predicted": prediction(sort),
+            "one-hot, CPU time": timing(book, einsum), "predicted ": prediction(einsum),
+            "one-hot / sort": ratio(einsum),
+        })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def largest_cells(cited: Citation) -> Citation:
@@ -143,16 +139,15 @@ def sweep_picture(cited: Citation) -> Figure:
 
 def published_times(book: Book) -> Table:
     """The times of the published profile, with their share of the whole."""
-    table = book.published.table(PROFILE, TIMES)
+    table, rows = book.published.table(PROFILE, TIMES), []
     whole = table.rows[0].values
-    rows = []
     for each in table.rows:
-        cells = [markdown_code(str(each.keys["name"]))]
-        for column in table.values:
+        row = {"<of": markdown_code(str(each.keys["name"]))}
+        for column, head in zip(table.values, ("CPU total (of all)", "GPU (of all)"), strict=True):
             value = each.values.get(column)
-            cells += [f"{value.text} ({value.value / whole[column].value:.0%})" if value else NONE]
-        rows.append(cells)
-    return Table(book, ("<of", "CPU total (of all)", "GPU (of all)"), rows)
+            row[head] = f"{value.text} ({value.value / whole[column].value:.0%})" if value else NONE
+        rows.append(row)
+    return Table(book, rows)
 
 
 def published_shares(book: Book) -> dict[str, str]:
@@ -181,12 +176,14 @@ def calls_table(book: Book, cited: Citation, record: Record | None) -> Table:
     if record is not None:
         config = replace(model_preset(record.config["size"]), attention="naive")
         due = expected(config, record.config["ep"], record.config["batches"])
-        for name, theirs in (PUBLISHED | OF_WORDS).items():
-            mine = spread(metric(record, "calls")[name])
-            why = due[name][1] if name in due else "reads of words, mostly"
-            rows.append([markdown_code(name), mine, f"{theirs:,}", why])
-    one = Citation(cited.benchmark, COMPARE, (record,) if record else (), cited.keys)
-    return Table(book, ("<calls", "ours, each rank", "published", "<which is"), rows, one)
+        rows = [
+            {
+                "<calls": markdown_code(name), "ours, each rank": spread(metric(record, "calls")[name]),
+                "published": f"{theirs:,}", "<which is": due[name][1] if name in due else "reads of words, mostly",
+            }
+            for name, theirs in (PUBLISHED | OF_WORDS).items()
+        ]  # fmt: skip
+    return Table(book, rows, Citation(cited.benchmark, COMPARE, (record,) if record else (), cited.keys))
 
 
 def same_calls(record: Record | None) -> str:

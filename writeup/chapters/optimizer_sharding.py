@@ -1,6 +1,7 @@
 """Sharding the optimizer's state: the formulas for the course's models, beside what others have published."""
 
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book
-from writeup.cells import DOUBTFUL, NONE
+from writeup.cells import DOUBTFUL, NONE, quoted
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined
@@ -34,7 +35,6 @@ def content(book: Book) -> dict[str, Any]:
     """Memory and times that others published, the formula beside them, and the collectives of each way to shard."""
     return {
         "course": course(book),
-        "parts": parts(book),
         "students": students(book),
         "their_times": their_times(book),
         "collectives": collectives(book),
@@ -57,34 +57,16 @@ def updates(size: str, year: int, layout: Literal["flat", "whole"]) -> list[Even
 def course(book: Book) -> Table:
     """Results of the formula for the original's sizes, beside its own figures where it has them."""
     theirs, rows = beside(book, ORIGINAL, "sharding memory", "GiB"), []
-    for size in course_sizes(YEAR):
-        for candidate, stage in ((WHOLE, 0), (SHARDED, 1)):
-            found = zero_memory(parameters_of(size, YEAR), 0, RANKS, stage)
-            cells = []
-            for moment, alive in MOMENTS.items():
-                measured = [
-                    theirs.cell(moment=moment, candidate=candidate, rank=rank) if size == "xl" else NONE
-                    for rank in range(RANKS)
-                ]
-                expected = sum(found[part] for part in alive) / GIB
-                cells += [f"{expected:.2f} GiB", ", ".join(each for each in measured if each != NONE) or NONE]
-            rows.append([size, "whole" if stage == 0 else "sharded", *cells])
-    columns = ["<size", "<state"]
-    for moment in MOMENTS:
-        columns += [f"{moment}, predicted", "2024"]
-    return Table(book, columns, rows, notes=theirs.notes)
-
-
-def parts(book: Book) -> Table:
-    """The original's breakdown of the xl model, each part with its prediction."""
-    theirs, rows = beside(book, ORIGINAL, "sharding memory by part", "GiB"), []
-    names = {"parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer"}
-    for row in theirs.table.rows:
-        stage = 0 if row.keys["candidate"] == WHOLE else 1
-        expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
-        which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
-        rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
-    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows)
+    for size, (candidate, stage) in product(course_sizes(YEAR), ((WHOLE, 0), (SHARDED, 1))):
+        found = zero_memory(parameters_of(size, YEAR), 0, RANKS, stage)
+        row = {"<size": size, "<state": "whole" if stage == 0 else "sharded"}
+        for place, (moment, alive) in enumerate(MOMENTS.items()):
+            keys = {"moment": moment, "candidate": candidate}
+            measured = [theirs.cell(**keys, rank=rank) for rank in range(RANKS)] if size == "xl" else []
+            row[f"{moment}, predicted"] = f"{sum(found[part] for part in alive) / GIB:.2f} GiB"
+            row["2024" + " " * place] = ", ".join(each for each in measured if each != NONE) or NONE
+        rows.append(row)
+    return Table(book, rows, notes=theirs.notes)
 
 
 def students(book: Book) -> Table:
@@ -98,26 +80,29 @@ def students(book: Book) -> Table:
         expected = sum(zero_memory(count, 0, RANKS, 0).values()) - sum(zero_memory(count, 0, RANKS, 1).values())
         if whole[0] and whole[1] and sharded[0] and sharded[1]:
             saved = whole[0].value - sharded[0].value
-            peaks = f"{whole[0].text} to {sharded[0].text}"
-            times = f"{whole[1].text} to {sharded[1].text} ({sharded[1].value / whole[1].value:.2f})"
-            share = f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB"
-            rows.append([f"{source}, xl of {year}", theirs.hardware, peaks, share, times])
-    return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows)
+            rows.append({
+                "<source": f"{source}, xl of {year}", "<on": theirs.hardware,
+                "peak, whole to sharded": f"{whole[0].text} to {sharded[0].text}",
+                "saved": f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB",
+                "step (of whole)":
+                    f"{whole[1].text} to {sharded[1].text} ({sharded[1].value / whole[1].value:.2f})",
+            })  # fmt: skip
+    return Table(book, rows)
 
 
 def their_times(book: Book) -> Table:
     """The original's steps, whole and sharded, on one node and on two."""
     theirs, rows = beside(book, ORIGINAL, "sharding times", "ms"), []
     for size in course_sizes(YEAR):
-        cells = []
-        for nodes in (1, 2):
+        row = {"<size": size}
+        for nodes, end in ((1, ""), (2, " ")):
             pair = [theirs.value(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
-            cells += [theirs.cell(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
-            sound = not any(DOUBTFUL in cell for cell in cells[-2:])  # of a doubtful figure there is no ratio to quote
-            cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] and sound else NONE)
-        rows.append([size, *cells])
-    columns = ("<size", "1 node, whole", "sharded", "ratio", "2 nodes, whole", "sharded", "ratio")
-    return Table(book, columns, rows, notes=theirs.notes)
+            whole, sharded = (quoted(book, each, "ms") for each in pair)
+            sound = DOUBTFUL not in whole + sharded  # of a doubtful figure there is no ratio to quote
+            share = f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] and sound else NONE
+            row |= {f"{nodes} node{'s' * (nodes > 1)}, whole": whole, f"sharded{end}": sharded, f"ratio{end}": share}
+        rows.append(row)
+    return Table(book, rows, notes=theirs.notes)
 
 
 @cache
@@ -151,12 +136,13 @@ def collectives(book: Book) -> Table:
     """Calls and bytes of each scheme for the original's xl model."""
     rows = []
     for name, (gradients, updated, share) in schemes().items():
-        verb = gradients[0][0]
-        sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updated, gradients + updated)]
-        rows.append([name, verb, str(len(updated)), *sizes, f"{share:.4f}"])
-    sent_by = ("gradients", "parameters", "sent in all")
-    columns = ("<scheme", "<gradients", "calls for parameters", *sent_by, "largest share")
-    return Table(book, columns, rows)
+        sizes = {"gradients": gradients, "parameters": updated, "sent in all": gradients + updated}
+        rows.append({
+            "<scheme": name, "<gradients": gradients[0][0], "calls for parameters": str(len(updated)),
+            **{head: format_bytes(traffic_bytes(each)) for head, each in sizes.items()},
+            "largest share": f"{share:.4f}",
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def shares(book: Book) -> str:

@@ -1,5 +1,6 @@
 """Memory of a forward pass and of a training step, by use, and the error of its prediction."""
 
+from math import prod
 from typing import Any
 
 from benchmarks.records import Record
@@ -8,10 +9,9 @@ from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, STATUS, marks, quoted
-from writeup.chapters.function_calls import COMMAND, largest
+from writeup.cells import NONE, memory, predicted_memory, quoted
 from writeup.figures import COLOURS, Figure, draw
-from writeup.profiles import profile_picture, with_tables
+from writeup.profiles import COMMAND, largest, plain_profiles, profile_picture
 from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
 
@@ -31,8 +31,7 @@ def content(book: Book) -> dict[str, Any]:
     kept = book.cite(
         "memory", mode="residuals", recompute="none", command="python -m benchmarks.memory --size 2.7B --residuals"
     )
-    profiles = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
-    main = largest(profiles)
+    main = largest(plain_profiles(book))
     return {
         "timeline": profile_picture(
             book, main, "memory",
@@ -68,19 +67,15 @@ def peak_table(book: Book, cited: Citation) -> Table:
     """Measured and predicted peak of every size and pass, what it consists of, and the original's."""
     rows = []
     for record in cited:
-        expected = record.predicted["peak_memory_bytes"]
         parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
-        found = record.metrics.get("peak_memory_bytes")
         theirs = published_peak(book, record)
-        rows.append([
-            record.config["size"], record.config["mode"],
-            f"{format_bytes(found)}{marks(book, record)}" if found else STATUS[record.status],
-            format_bytes(expected) + (f" ({expected / found:.3f})" if found else ""),
-            *(format_bytes(parts[name]) if parts.get(name) else NONE for name in PARTS[:4]),
-            theirs.text if theirs else NONE,
-        ])  # fmt: skip
-    columns = ("<size", "<pass", "peak", "predicted (of measured)", *PARTS[:4], "2024, one GPU")
-    return Table(book, columns, rows, cited)
+        rows.append({
+            "<size": record.config["size"], "<pass": record.config["mode"], "peak": memory(book, record),
+            "predicted (of measured)": predicted_memory(record),
+            **{name: format_bytes(parts[name]) if parts.get(name) else NONE for name in PARTS[:4]},
+            "2024, one GPU": theirs.text if theirs else NONE,
+        })  # fmt: skip
+    return Table(book, rows, cited)
 
 
 def picture(book: Book, cited: Citation) -> Figure:
@@ -124,19 +119,21 @@ def streams(book: Book) -> Table:
     rows = []
     for size in course_sizes(YEAR):
         chosen = preset(size, YEAR)
-        tokens = (chosen.batch_size, chosen.model.context_length)
-        stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
-        theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
-        shape = f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}"
-        rows.append([size, shape, format_bytes(stream), quoted(book, theirs, "MiB")])
-    return Table(book, ("<size", "batch x context x width", "in fp32, computed", "2024"), rows)
+        shape = chosen.batch_size, chosen.model.context_length, chosen.model.d_model
+        rows.append({
+            "<size": size, "batch x context x width": " x ".join(map(str, shape)),
+            "in fp32, computed": format_bytes(4 * prod(shape)),
+            "2024": quoted(book, book.published.value(SOURCE, "tensors", size=size, tensor="residual stream"), "MiB"),
+        })  # fmt: skip
+    return Table(book, rows)
 
 
 def tensors(book: Book, cited: Citation) -> Table:
     """The largest storages that one block keeps for backward."""
     rows = [
-        [record.config["size"], markdown_text(module), " x ".join(map(str, shape)), format_bytes(nbytes), maker]
+        {"<size": record.config["size"], "<kept by": markdown_text(module), "shape": " x ".join(map(str, shape)),
+         "bytes": format_bytes(nbytes), "<made by": maker}
         for record in cited
         for module, shape, _, nbytes, maker in record.metrics["largest"]
-    ]
-    return Table(book, ("<size", "<kept by", "shape", "bytes", "<made by"), rows, cited)
+    ]  # fmt: skip
+    return Table(book, rows, cited)

@@ -56,9 +56,12 @@ def count(tables: Iterable[PublishedTable]) -> int:
 
 def listing(book: Book, suspects: Sequence[Suspect]) -> str:
     """A table of suspects: where, what, which kind, why."""
-    rows = [(unnamed(book, each.where), each.text, KINDS[each.kind], each.why) for each in suspects]
-    heads = ("<where", "<what stands there", "<it", "<why")
-    return markdown(heads, [list(map(markdown_text, row)) for row in rows])
+    rows = []
+    for each in suspects:
+        where, kind = unnamed(book, each.where), KINDS[each.kind]
+        cells = {"<where": where, "<what stands there": each.text, "<it": kind, "<why": each.why}
+        rows.append({head: markdown_text(cell) for head, cell in cells.items()})
+    return markdown(rows)
 
 
 def unnamed(book: Book, where: str) -> str:

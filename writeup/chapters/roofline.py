@@ -14,10 +14,7 @@ from writeup.cost_runs import error_picture, far_off, published_runs
 from writeup.figures import drawn
 from writeup.tables import Table
 
-HEADS: dict[Kind, tuple[str, ...]] = {
-    "wrong": ("<", "<the notebook", "<right", "<effect"),
-    "missing": ("<left out", "<right", "<effect"),
-}
+KINDS: tuple[Kind, ...] = ("wrong", "missing")
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -27,7 +24,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "config": notebook,
         "compared": corrected(book, notebook),
-        "differences": {kind: differences(book, kind) for kind in HEADS},
+        "differences": {kind: differences(book, kind) for kind in KINDS},
         **picture(notebook),
         "wrong": far_off(runs),
         "runs_picture": error_picture("roofline-runs", runs),
@@ -37,21 +34,24 @@ def content(book: Book) -> dict[str, Any]:
 def corrected(book: Book, notebook: Notebook) -> Table:
     """One layer's sums, the notebook's and corrected."""
     rows = [
-        [each["name"], each["unit"], f"{each['notebook']:.4g}", f"{each['corrected']:.4g}",
-         f"{each['corrected'] / each['notebook']:.2f}"]
+        {
+            "<one layer, one GPU": each["name"], "<unit": each["unit"], "the notebook": f"{each['notebook']:.4g}",
+            "corrected": f"{each['corrected']:.4g}", "ratio": f"{each['corrected'] / each['notebook']:.2f}",
+        }
         for each in compared(notebook)
     ]  # fmt: skip
-    return Table(book, ("<one layer, one GPU", "<unit", "the notebook", "corrected", "ratio"), rows)
+    return Table(book, rows)
 
 
 def differences(book: Book, kind: Kind) -> Table:
-    """The differences of a kind."""
+    """The differences of a kind; of those missing there is nothing that the notebook has."""
     rows = []
     for each in DIFFERENCES:
         if each.kind == kind:
-            cells = [each.name, each.notebook, each.right, each.effect]
-            rows.append([markdown_text(cell) for cell in cells if cell or kind != "missing"])
-    return Table(book, HEADS[kind], rows)
+            says = {"<": each.name, "<the notebook": each.notebook} if kind == "wrong" else {"<left out": each.name}
+            cells = says | {"<right": each.right, "<effect": each.effect}
+            rows.append({head: markdown_text(cell) for head, cell in cells.items()})
+    return Table(book, rows)
 
 
 def picture(notebook: Notebook) -> dict[str, Any]:

@@ -46,17 +46,17 @@ def steps(book: Book, run: Citation) -> Table:
     """Every candidate's step, its communication alone, and what of it shows."""
     rows = []
     for record in run:
-        found, name = record.metrics, markdown_text(str(record.config["candidate"]))
-        alone = calls = NONE
-        if "communication_ms" in found:
-            alone = f"{format_seconds(found['communication_ms'] / 1e3)} ({found['communication_share']:.0%})"
-            calls = str(found["collectives"])
-        exposed = format_seconds(found["exposed_ms"] / 1e3) if "exposed_ms" in found else NONE
-        hidden = expected_exposed(run, record)
-        rows.append([name, timing(book, record), prediction(record), calls, alone, exposed, hidden, ratio(record)])
-    columns = ("<wrapper", "step", "predicted (of measured)", "collectives",
-               "alone (of step)", "exposed", "exposed, predicted", "over torch DDP")  # fmt: skip
-    return Table(book, columns, rows, run)
+        found = record.metrics
+        apart = "communication_ms" in found
+        alone = (found["communication_ms"] / 1e3, found["communication_share"]) if apart else None
+        rows.append({
+            "<wrapper": markdown_text(str(record.config["candidate"])), "step": timing(book, record),
+            "predicted (of measured)": prediction(record), "collectives": str(found["collectives"]) if apart else NONE,
+            "alone (of step)": f"{format_seconds(alone[0])} ({alone[1]:.0%})" if alone else NONE,
+            "exposed": format_seconds(found["exposed_ms"] / 1e3) if "exposed_ms" in found else NONE,
+            "exposed, predicted": expected_exposed(run, record), "over torch DDP": ratio(record),
+        })  # fmt: skip
+    return Table(book, rows, run)
 
 
 def expected_exposed(run: Citation, record: Record) -> str:
@@ -112,18 +112,17 @@ def overlaps(book: Book, traced: Citation) -> Table:
     """Share of communication that computing hides, by traced wrapper and rank."""
     theirs, rows = beside(book, ORIGINAL, "overlap", "%"), []
     for record in ordered(traced):
-        wrapper, shares = record.config["wrapper"], metric(record, "overlap")
-        said = record.predicted
+        wrapper, said = record.config["wrapper"], record.predicted
         spent, shown = said.get("communication_ms"), said.get("exposed_ms")
-        expected = f"{1 - shown / spent:.0%}" if spent and shown is not None else NONE
         quoted = [theirs.cell(candidate=wrapper, rank=rank) for rank in range(2)] if wrapper in RUNGS else []
-        rows.append([
-            markdown_text(str(wrapper)), ", ".join(f"{share:.1%}" for share in shares), expected,
-            ", ".join(format_seconds(each / 1e3) for each in metric(record, "communication_ms")),
-            ", ".join(each for each in quoted if each != NONE) or NONE,
-        ])  # fmt: skip
-    columns = ("<wrapper", "overlap, by rank", "predicted", "communication, by rank", "2024, by rank")
-    return Table(book, columns, rows, traced)
+        sent = ", ".join(format_seconds(each / 1e3) for each in metric(record, "communication_ms"))
+        rows.append({
+            "<wrapper": markdown_text(str(wrapper)),
+            "overlap, by rank": ", ".join(f"{share:.1%}" for share in metric(record, "overlap")),
+            "predicted": f"{1 - shown / spent:.0%}" if spent and shown is not None else NONE,
+            "communication, by rank": sent, "2024, by rank": ", ".join(each for each in quoted if each != NONE) or NONE,
+        })  # fmt: skip
+    return Table(book, rows, traced)
 
 
 def ordered(traced: Citation) -> list[Record]:
@@ -146,12 +145,15 @@ def traces(book: Book, traced: Citation) -> list[Figure]:
 
 def published(book: Book) -> Table:
     """The original's tables of three problems side by side."""
-    tables = [beside(book, ORIGINAL, name, "ms") for name in (*RUNGS[:2], "flat again", RUNGS[2])]
+    names = {"naive": "naive", "flat": "flat", "flat, again": "flat again", "overlapped": "overlapped"}
+    tables = {head: beside(book, ORIGINAL, name, "ms") for head, name in names.items()}
+    found = sorted(tables["naive"].table.rows, key=lambda row: int(row.keys["nodes"]))
     rows = [
-        [str(row.keys["size"]), str(row.keys["nodes"]), *(table.cell(**row.keys) for table in tables)]
-        for row in sorted(tables[0].table.rows, key=lambda row: int(row.keys["nodes"]))
+        {"<size": str(row.keys["size"]), "nodes": str(row.keys["nodes"])}
+        | {head: table.cell(**row.keys) for head, table in tables.items()}
+        for row in found
     ]
-    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows)
+    return Table(book, rows)
 
 
 def students(book: Book) -> Table:
@@ -159,12 +161,12 @@ def students(book: Book) -> Table:
     rows = []
     for source in STUDENTS:
         table = beside(book, source, "ddp", "ms")
+        given = (source, SHARE) in book.published.tables
         naive = next(row.values["time"].value for row in table.table.rows if row.keys["candidate"] == "naive")
         for row in table.table.rows:
-            time = row.values["time"].value / naive
-            wrapper, share = str(row.keys["candidate"]), NONE
-            if (source, SHARE) in book.published.tables:
-                share = beside(book, source, SHARE, "%").cell(**row.keys)
-            rows.append([source, table.table.hardware, wrapper, table.cell(**row.keys), f"{time:.2f}", share])
-    columns = ("<source", "<on", "<wrapper", "step", "over naive", "communication, of step")
-    return Table(book, columns, rows)
+            rows.append({
+                "<source": source, "<on": table.table.hardware, "<wrapper": str(row.keys["candidate"]),
+                "step": table.cell(**row.keys), "over naive": f"{row.values['time'].value / naive:.2f}",
+                "communication, of step": beside(book, source, SHARE, "%").cell(**row.keys) if given else NONE,
+            })  # fmt: skip
+    return Table(book, rows)

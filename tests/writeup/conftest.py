@@ -1,0 +1,78 @@
+"""The committed records' write-up, built once for all tests of a run."""
+
+import fcntl
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from benchmarks.records import RESULTS
+from writeup.book import Book, Citation, choose_machine
+
+MACHINE = "amd-epyc"  # whose records are committed
+
+
+@dataclass
+class Asked(Book):
+    """A book that keeps what it has no record of."""
+
+    empty: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    def cite(self, name: str, config: Any = None, /, *, command: str = "", **more: Any) -> Citation:
+        found = super().cite(name, config, command=command, **more)
+        if not found:
+            self.empty.append((self.chapter, name, {**(config or {}), **more}))
+        return found
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """The write-up's folder; beside it `empty.json`, the citations without a record as (chapter, benchmark, settings).
+
+    The first worker that needs it builds it, the others wait.
+    """
+    for name in ("matplotlib", "pypandoc", "typst"):
+        pytest.importorskip(name, reason=f"{name} is in the extra `writeup`")
+    from writeup.build import build
+
+    with shared(tmp_path_factory) as folder:
+        if not (folder / "empty.json").exists():
+            book = Asked(RESULTS, choose_machine(RESULTS, MACHINE))
+            build(book, folder / "writeup")
+            (folder / "empty.json").write_text(json.dumps(book.empty, default=repr), encoding="utf-8")
+    return folder / "writeup"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """The numbers of the page's playable parts, of the built page if there is one."""
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
+    from writeup.play import page as playable
+
+    with shared(tmp_path_factory) as folder:
+        page, found = folder / "writeup/index.html", folder / "played.json"
+        if not found.exists():
+            built = (
+                page.read_text(encoding="utf-8").partition('id="playdata">')[2] if page.exists() else playable.data()
+            )
+            found.write_text(built.partition("</script>")[0], encoding="utf-8")
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave out the drawing of figures, which takes longest and does not change the text."""
+    monkeypatch.setattr("writeup.figures._svg", lambda canvas: "")
+
+
+@contextmanager
+def shared(tmp_path_factory):
+    """A folder of all workers of a run, for one worker at a time."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (folder / "writeup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
