@@ -60,6 +60,8 @@ SLOW = (
     "benchmarks/test_smoke::test_a_smoke_run_is_quick_and_writes_nothing[leaderboard",
     "benchmarks/test_two_nodes",
     "buffers/test_shard_tensor::test_penalties_that_weigh_differently_by_rank_equal_one_process[3]",
+    "check/test_check::test_weak_points",
+    "check/test_pages::test_the_examples",
     "comm/test_faults_network",
     "comm/test_faults_ranks::test_torchrun_that_is_killed",
     "comm/test_flight_recorder::test_a_living_rank_tells_other_machines_of_its_neighbours[True",

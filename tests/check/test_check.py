@@ -77,7 +77,7 @@ WEAK = {  # what the torch wrappers' reports say, but for what is right
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["torch:ddp", "torch:zero", pytest.param("torch:fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["torch:ddp", "torch:zero", "torch:fsdp2"])
 def test_weak_points_of_torch_are_told(name):
     """Advice, with a page that explains it, and no false alarm: exit code 0 unless it is strict."""
     report = check(load(name)[0][0], timeout=patience(PATIENCE))
