@@ -123,58 +123,50 @@ SLOW = (
 )
 
 
-# Files that take longest, which begin: at the end no worker is to wait for another's long test.
+# Files that take longest, with which the workers begin, so that at the end none waits for another's long test, and no
+# file is cut whose fixtures would be made twice. A column for each of three workers: up to eight ranks, runs, others.
 FIRST = (
-    "writeup/test_page",
-    "kernels/test_codegen",
-    "test_layouts",
-    "test_faults_backward",
-    "benchmarks/test_memory",
-    "benchmarks/test_gate",
-    "test_faults_ddp",
-    "train/test_train",
-    "train/test_stop",
-    "train/test_resume",
-    "train/test_run_state",
-    "train/test_observation",
-    "train/test_dry_run",
-    "benchmarks/test_e2e",
-    "test_layouts_mixed",
-    "benchmarks/test_profiling_run",
-    "train/test_run_folder",
-    "test_faults_zero",
-    "comm/test_faults_network",
-    "test_zero",
-    "test_expert_layouts",
-    "test_pipeline",
-    "test_gallery",
-    "test_sharded_optimizer",
-    "comm/test_faults_ranks",
-    "benchmarks/test_scaling_record",
-    "kernels/test_triton_launch",
-    "benchmarks/test_fused",
-    "benchmarks/test_kernel_benchmarks",
-    "cost/test_course",
-)
+    "test_layouts", "train/test_run_state", "check/test_check",
+    "test_context_parallel", "train/test_resume", "writeup/test_page",
+    "test_context_layouts", "train/test_stop", "kernels/test_codegen",
+    "test_pipeline", "train/test_dry_run", "cost/test_course",
+    "test_expert_layouts", "train/test_train", "benchmarks/test_gate",
+    "test_faults_backward", "train/test_observation", "benchmarks/test_moe_eval",
+    "test_faults_ddp", "benchmarks/test_profiling_run", "benchmarks/test_e2e",
+    "test_gallery", "benchmarks/test_long_context", "benchmarks/test_memory",
+    "test_layouts_mixed", "benchmarks/test_scaling", "benchmarks/test_smoke",
+    "test_faults_zero", "buffers/test_shard_tensor", "check/test_exercises",
+    "test_zero", "train/test_run_folder", "benchmarks/test_two_nodes",
+    "test_sharded_optimizer", "test_fsdp", "kernels/test_triton_launch",
+)  # fmt: skip
+collected: dict[str, str] = {}  # the file of each test, which is named "FILE::NAME" without "tests/" and ".py"
 
 
+def pytest_itemcollected(item):
+    """Mark a test of the proof and a slow one."""
+    file = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+    collected[f"{file}::{item.name}"] = file
+    if file in PROOF:
+        item.add_marker(pytest.mark.proof)
+    if f"{file}::{item.name}".startswith(SLOW):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # of those that are not left out
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests of the proof and the slow ones, and put the longest files first."""
-    folder = Path(__file__).parent
-    files = {item: item.path.relative_to(folder).with_suffix("").as_posix() for item in items}
-    names = [f"{files[item]}::{item.name}" for item in items]
-    for item, name in zip(items, names, strict=True):
-        if files[item] in PROOF:
-            item.add_marker(pytest.mark.proof)
-        if name.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-    if config.args == config.getini("testpaths"):
-        unmatched.extend(entry for entry in SLOW if not any(name.startswith(entry) for name in names))
-        unmatched.extend({*PROOF, *FIRST} - {*files.values()})
-    items.sort(key=lambda item: FIRST.index(files[item]) if files[item] in FIRST else len(FIRST))
-
-
-unmatched: list[str] = []  # entries of the lists above that stand for no test, where all tests are collected
+    """Begin each worker's share, which pytest-xdist cuts from the list, with files that take longest."""
+    workers, by_file = getattr(config, "workerinput", {}).get("workercount", 1), {}
+    for item in items:
+        by_file.setdefault(item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix(), []).append(item)
+    rest = [item for file, its in by_file.items() if file not in FIRST for item in its]
+    left = len(items)
+    items.clear()
+    for number in range(workers):
+        share = [item for file in FIRST[number::workers] for item in by_file.get(file, [])]
+        more = max(0, left // (workers - number) - len(share))
+        items += [*share, *rest[:more]]
+        left, rest = left - len(share) - more, rest[more:]
+    items += rest
 
 
 def pytest_collection_finish():

@@ -155,8 +155,12 @@ def test_a_leak_is_seen():
     assert not what_stays(before)  # a thread that was joined may still be on its way out of the kernel
 
 
-def test_lists_of_tests_have_no_entry_without_a_test():
-    assert conftest.unmatched == []
+def test_lists_of_tests_have_no_entry_without_a_test(request):
+    """Where all tests are collected."""
+    if request.config.args == request.config.getini("testpaths"):
+        names, files = tuple(conftest.collected), set(conftest.collected.values())
+        assert not [entry for entry in conftest.SLOW if not any(name.startswith(entry) for name in names)]
+        assert {*conftest.PROOF, *conftest.FIRST} <= files
 
 
 def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):

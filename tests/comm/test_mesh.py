@@ -90,7 +90,7 @@ def test_every_group_of_every_layout(faked, size):
 
 def test_without_tags_what_may_overtake_has_a_connection_of_its_own(faked):
     mesh, _ = faked(2, 8, tags=False)(tp=2, pp=4)
-    assert str(mesh) == "tp 2 x pp 4 x dp 1"
+    assert str(mesh) == "tp 2 x pp 4"
     kinds = list(itertools.product(("forward", "backward"), ((0, 1), (1, 0))))
     channels = [mesh.channel(kind, *way) for kind, way in kinds]
     assert len({id(channel) for channel in [*channels, mesh.pp]}) == 5
