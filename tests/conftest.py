@@ -31,7 +31,7 @@ PROOF = (
     *("test_expert_layouts", "test_expert_parallel", "test_pipeline", "test_gallery"),
     *("test_faults_ddp", "test_faults_backward", "test_faults_optimizer", "test_faults_zero", "buffers/test_guards"),
     *(f"kernels/test_{name}" for name in ("reference", "rmsnorm", "flash_attention", "cross_entropy", "swiglu")),
-    *(f"kernels/test_{name}" for name in ("fused_adamw", "weighted_sum")),
+    *(f"kernels/test_{name}" for name in ("fused_adamw", "weighted_sum", "every_kernel")),
     *("model/test_transformer", "checkpoint/test_kill_sweep", "profiling/test_hta", "train/test_dry_run"),
 )
 
@@ -46,7 +46,6 @@ SLOW = (
     "benchmarks/test_gate::",
     "benchmarks/test_kernel_benchmarks::",
     "benchmarks/test_leaderboard::",
-    "benchmarks/test_memory::test_a_chosen",
     "benchmarks/test_memory::test_all_sizes_end",
     "benchmarks/test_memory::test_both",
     "benchmarks/test_memory::test_residuals",
@@ -61,14 +60,16 @@ SLOW = (
     "benchmarks/test_smoke::test_a_smoke_run_is_quick_and_writes_nothing[leaderboard",
     "benchmarks/test_two_nodes",
     "buffers/test_shard_tensor::test_penalties_that_weigh_differently_by_rank_equal_one_process[3]",
+    "check/test_check::test_weak_points",
+    "check/test_pages::test_the_examples",
     "comm/test_faults_network",
     "comm/test_faults_ranks::test_torchrun_that_is_killed",
     "comm/test_flight_recorder::test_a_living_rank_tells_other_machines_of_its_neighbours[True",
+    "cost/test_closed_forms::test_the_experts_of_15",
     "cost/test_course::test_ends",
     "cost/test_course::test_published_measurements",
     "cost/test_course::test_published_numbers[pass-memory",
     "cost/test_course::test_the_page",
-    "cost/test_experts::test_the_experts_of_15",
     "cost/test_operators::test_traffic_is_that_of_the_projects_own_code[config3",
     "cost/test_operators::test_traffic_is_that_of_the_projects_own_code[config5",
     "cost/test_operators::test_under_sequence",
@@ -83,9 +84,8 @@ SLOW = (
     "data/test_tokenizer::test_training",
     "host/test_observe::test_fake_tensors_give_the_counts_of_real_ones[fused",
     "kernels/test_codegen",
-    "kernels/test_flash_attention::test_compiles",
+    "kernels/test_every_kernel::test_compiles",
     "kernels/test_triton_launch",
-    "kernels/test_weighted_sum::test_compiles",
     "model/test_moe_model::test_experts_survive",
     "optim/test_adamw::test_clipping_equals_torch[0.5",
     "profiling/test_hostile::test_traces",
@@ -123,53 +123,50 @@ SLOW = (
 )
 
 
-# Files that take longest, which begin: at the end no worker is to wait for another's long test.
+# Files that take longest, with which the workers begin, so that at the end none waits for another's long test, and no
+# file is cut whose fixtures would be made twice. A column for each of three workers: up to eight ranks, runs, others.
 FIRST = (
-    "writeup/test_page",
-    "kernels/test_codegen",
-    "test_layouts",
-    "test_faults_backward",
-    "benchmarks/test_memory",
-    "benchmarks/test_gate",
-    "test_faults_ddp",
-    "train/test_train",
-    "train/test_stop",
-    "train/test_resume",
-    "train/test_run_state",
-    "train/test_observation",
-    "train/test_dry_run",
-    "benchmarks/test_e2e",
-    "test_layouts_mixed",
-    "benchmarks/test_profiling_run",
-    "train/test_run_folder",
-    "test_faults_zero",
-    "comm/test_faults_network",
-    "test_zero",
-    "test_expert_layouts",
-    "test_pipeline",
-    "test_gallery",
-    "test_sharded_optimizer",
-    "comm/test_faults_ranks",
-    "benchmarks/test_scaling_record",
-    "kernels/test_triton_launch",
-    "benchmarks/test_fused",
-    "benchmarks/test_kernel_benchmarks",
-    "cost/test_course",
-)
+    "test_layouts", "train/test_run_state", "check/test_check",
+    "test_context_parallel", "train/test_resume", "writeup/test_page",
+    "test_context_layouts", "train/test_stop", "kernels/test_codegen",
+    "test_pipeline", "train/test_dry_run", "cost/test_course",
+    "test_expert_layouts", "train/test_train", "benchmarks/test_gate",
+    "test_faults_backward", "train/test_observation", "benchmarks/test_moe_eval",
+    "test_faults_ddp", "benchmarks/test_profiling_run", "benchmarks/test_e2e",
+    "test_gallery", "benchmarks/test_long_context", "benchmarks/test_memory",
+    "test_layouts_mixed", "benchmarks/test_scaling", "benchmarks/test_smoke",
+    "test_faults_zero", "buffers/test_shard_tensor", "check/test_exercises",
+    "test_zero", "train/test_run_folder", "benchmarks/test_two_nodes",
+    "test_sharded_optimizer", "test_fsdp", "kernels/test_triton_launch",
+)  # fmt: skip
+collected: dict[str, str] = {}  # the file of each test, which is named "FILE::NAME" without "tests/" and ".py"
 
 
-def pytest_collection_modifyitems(items):
-    """Mark the tests of the proof and the slow ones, and put the longest files first."""
-    folder = Path(__file__).parent
-    places = {}
+def pytest_itemcollected(item):
+    """Mark a test of the proof and a slow one."""
+    file = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+    collected[f"{file}::{item.name}"] = file
+    if file in PROOF:
+        item.add_marker(pytest.mark.proof)
+    if f"{file}::{item.name}".startswith(SLOW):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # of those that are not left out
+def pytest_collection_modifyitems(config, items):
+    """Begin each worker's share, which pytest-xdist cuts from the list, with files that take longest."""
+    workers, by_file = getattr(config, "workerinput", {}).get("workercount", 1), {}
     for item in items:
-        name = item.path.relative_to(folder).with_suffix("").as_posix()
-        places[item] = FIRST.index(name) if name in FIRST else len(FIRST)
-        if name in PROOF:
-            item.add_marker(pytest.mark.proof)
-        if f"{name}::{item.name}".startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-    items.sort(key=places.get)
+        by_file.setdefault(item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix(), []).append(item)
+    rest = [item for file, its in by_file.items() if file not in FIRST for item in its]
+    left = len(items)
+    items.clear()
+    for number in range(workers):
+        share = [item for file in FIRST[number::workers] for item in by_file.get(file, [])]
+        more = max(0, left // (workers - number) - len(share))
+        items += [*share, *rest[:more]]
+        left, rest = left - len(share) - more, rest[more:]
+    items += rest
 
 
 def pytest_collection_finish():

@@ -33,6 +33,8 @@ from cs336_systems.host.console import format_seconds
 ROOT = Path(__file__).resolve().parents[1]
 EXEMPT = dict.fromkeys(("make test", "make proof", "make test-all"), "a part of `make test-all`, which .ci/run types")
 EXEMPT["make writeup"] = "tests/writeup/test_page.py builds it"
+for each in ("ours:ddp-bucketed", "torch:ddp"):
+    EXEMPT[f"python -m cs336_systems.check {each}"] = "tests/check/test_check.py checks the same"
 PROGRAMS = (".", "bash", "cd", "git", "make", "pip", "python", "sbatch", "torchrun")  # what a command begins with
 LIMIT = 300.0  # seconds of one command; each should take less than 60 on two cores
 EXPECTED = 12.0  # seconds of a command, until the first ones tell

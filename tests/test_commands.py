@@ -44,7 +44,6 @@ def test_a_command_is_run_by_its_name(capsys, monkeypatch):
     ("folder", "command", "code"),
     [
         ("kernels", "-m cs336_systems.cost --help", 2),
-        ("kernels", "-m benchmarks.e2e --help", 2),
         ("cs336_systems", "-m benchmarks.e2e --help", 2),
         ("kernels", "-c from+cs336_systems.presets+import+preset", 1),
     ],

@@ -16,13 +16,12 @@ from tests.support.expert_cases import (
     Layout,
     Watched,
     amplification_case,
-    dicts,
     gradients_case,
     layout_case,
     reference_case,
     rounding,
 )
-from tests.support.layout_cases import assemble, errors, load, relative, wide, write_text
+from tests.support.layout_cases import assemble, dicts, errors, load, relative, wide, write_text
 
 LAYOUTS = (
     Layout("sampling", dropout=0.1),  # one process that sorts, where the reference has one-hot tensors

@@ -15,7 +15,6 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 from cs336_systems.tensor_parallel.plan import tensor_parallel
-from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
 from tests.support.layout_cases import wide
 from tests.support.parallel_models import part_of_experts, whole_of, whole_of_experts
@@ -256,22 +255,6 @@ def weights_case(group) -> None:
 
 def test_first_weights_depend_on_no_layout():
     ranks.run(weights_case, 4)
-
-
-REFUSED = {
-    "6 experts do not divide over ep 4: choose an ep that divides 6": ({"num_experts": 6, "ep": 4}, 4),
-    "ep 2 splits experts, and the model has none: set --num-experts, or leave --ep out": ({"ep": 2}, 2),
-    "4 experts do not divide over ep 8: choose an ep that divides 4": ({"num_experts": 4, "ep": 8}, 8),
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(line):
-    settings, world = REFUSED[line]
-    recipe = Recipe.of(batch_size=16, **settings)
-    with pytest.raises(UserError) as refused:
-        recipe.check(recipe.model_config(), world)
-    assert str(refused.value) == line
 
 
 def refused_case(group) -> None:

@@ -19,6 +19,7 @@ import torch
 from cs336_systems.comm import Place, all_reduce, distributed, launch, subgroup
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
+from tests import conftest
 from tests.comm.test_startup import free_port
 from tests.support import leftovers, ranks
 
@@ -152,6 +153,14 @@ def test_a_leak_is_seen():
     assert len(found["children"]) == 1
     assert sum(found["threads"].values()) == 1
     assert not what_stays(before)  # a thread that was joined may still be on its way out of the kernel
+
+
+def test_lists_of_tests_have_no_entry_without_a_test(request):
+    """Where all tests are collected."""
+    if request.config.args == request.config.getini("testpaths"):
+        names, files = tuple(conftest.collected), set(conftest.collected.values())
+        assert not [entry for entry in conftest.SLOW if not any(name.startswith(entry) for name in names)]
+        assert {*conftest.PROOF, *conftest.FIRST} <= files
 
 
 def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):

@@ -45,11 +45,6 @@ def formulas(name: str, p: int, m: int, v: int) -> tuple[tuple[int, int], list[i
     return (p - 1, v * m + p - 1), peaks
 
 
-def test_the_grid_is_whole():
-    assert len(GRID) == 3 * 8 * 16 + 3 * (16 + 8 + 5 + 4 + 3 + 2 + 2 + 2)
-    assert len(set(GRID)) == len(GRID)
-
-
 @pytest.mark.parametrize(("forward", "backward"), TIMES)
 def test_bubble_and_peak_equal_their_formulas(forward, backward):
     for name, p, m, v in GRID:
@@ -73,14 +68,6 @@ def test_zero_bubble_is_idle_for_one_time_of_three(time):
         for stage, actions_of_stage in enumerate(schedule("zb-h1", p, m)):
             assert [a for a in actions_of_stage if a.kind != "weights"] == one_f_one_b(stage, p, m)
             assert [a.microbatch for a in actions_of_stage if a.kind == "weights"] == list(range(m))
-
-
-def test_zero_bubble_by_hand():
-    assert schedule("zb-h1", 2, 3) == [
-        actions("F0 F1 B0 W0 F2 B1 W1 B2 W2"),
-        actions("F0 B0 F1 B1 W0 F2 B2 W1 W2"),
-    ]
-    assert zero_bubble(1, 2, 3) == schedule("zb-h1", 2, 3)[1]
 
 
 def test_zero_bubble_is_what_torch_calls_so():
@@ -111,13 +98,6 @@ def test_zero_bubble_in_a_v_is_idle_for_half_a_time_of_three():
             assert found == zero_bubble_v(stage, p, m)
             for kind, chunk in product(("forward", "backward", "weights"), range(2)):
                 assert [a.microbatch for a in found if (a.kind, a.chunk) == (kind, chunk)] == list(range(m))
-
-
-def test_zero_bubble_in_a_v_by_hand():
-    assert schedule("zbv", 2, 3, 2) == [
-        actions("F0 F1 F2 F0b B0b W0b F1b B1b W1b B0 W0 F2b B2b W2b B1 W1 B2 W2"),
-        actions("F0 F0b F1 F1b B0b W0b F2 B0 W0 F2b B1b W1b B1 B2b B2 W1 W2b W2"),
-    ]
 
 
 def test_zero_bubble_in_a_v_is_what_torch_calls_so():
@@ -279,15 +259,6 @@ def test_a_deadlock_names_the_waiting_stages():
         "stage 1 cannot run forward of microbatch 1 in chunk 0 "
         "before stage 0 has run forward of microbatch 1 in chunk 0"
     )
-
-
-def test_two_swapped_actions_deadlock():
-    lists = schedule("interleaved", 4, 8, 2)
-    simulate(lists)
-    place = lists[0].index(Action("forward", 0, 1))
-    lists[0][0], lists[0][place] = lists[0][place], lists[0][0]
-    with pytest.raises(ScheduleError, match="deadlock: stage 0 cannot run forward of microbatch 0 in chunk 1"):
-        simulate(lists)
 
 
 @pytest.mark.parametrize(

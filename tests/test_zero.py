@@ -7,6 +7,7 @@ from torch import nn
 from cs336_systems.comm import Event, fake_ranks, record
 from cs336_systems.zero import zero
 from tests.support import ranks
+from tests.support.fault_cases import full_parameters
 from tests.support.parallel_cases import loss_of, make, one_process, spread
 from tests.support.tolerances import bound
 
@@ -16,15 +17,6 @@ OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
 }
-
-
-def full_parameters(model, stage: int) -> dict[str, torch.Tensor]:
-    """Every parameter by the bare module's name, tied ones once."""
-    names = [name for name, _ in model.module.named_parameters()]
-    if stage == 3:
-        full = model.gather_full_params()
-        return {name: full[name] for name in names}
-    return {name: p.detach() for name, p in model.module.named_parameters()}
 
 
 def training_case(group, stage: int, optimizer: str, micro: int = 1, clip: float | None = None) -> None:
@@ -43,7 +35,7 @@ def training_case(group, stage: int, optimizer: str, micro: int = 1, clip: float
         assert abs(norm.item() - want_norms[step]) <= TOLERANCE * max(1.0, want_norms[step])
         opt.step()
         opt.zero_grad()
-    got = full_parameters(model, stage)
+    got = full_parameters(model)
     assert got.keys() == want.keys()
     for name, parameter in got.items():
         torch.testing.assert_close(

@@ -57,19 +57,6 @@ def test_tensor_parallelism_sends_8_activations_a_block(ranks, sequence):
     assert total(3) - total(2) == 8 * activation * (ranks - 1) / ranks
 
 
-@pytest.mark.parametrize(("stage", "times"), list(enumerate((2, 3, 2, 3))))
-def test_data_parallelism_sends_2_p(stage, times):
-    """And one P more where updated parameters are gathered after an all-reduce, or weights twice, for each pass."""
-    config, layout = replace(SMALL, tied_head=False), Layout(dp=4, zero=stage, global_batch=4)
-    seen = observe(Recipe.of(context=SEQ), config, layout)
-    small = ("used parameters", "gradient norm", "replicated")
-    nbytes = sum(
-        n * each.nbytes * sent(each.verb, each.ranks) for each, n in seen.traffic.items() if each.what not in small
-    )
-    replicated = SMALL.d_model * (2 * SMALL.num_layers + 1) if stage == 3 else 0
-    assert nbytes == times * 4 * (seen.parameters - replicated) * 3 / 4
-
-
 def block_activations(s: int, b: int, h: int, a: int, t: int, sequence: bool, recompute: str) -> float:
     """Bytes that a block with biases, GELU, LayerNorm, dropout and naive attention keeps for backward in 16 bits: s b h
     (10 + 24 / t + 5 a s / (h t)), or s b h / t (34 + 5 a s / h) under sequence parallelism. Selective `recompute`,

@@ -530,7 +530,7 @@ def test_help_lists_the_questions():
 def test_ends_of_the_ranges(name):
     """One of everything, and a lot of it, has an answer or a clear refusal."""
     hints = ANSWERS[name].__annotations__
-    for value in (1, 1e25):
+    for value in (1, 1e25) if name != "pass-memory" else (1e25,):  # which runs the model
         for key in (each for each in hints if hints[each] is not str and each not in ("return", "year", "n")):
             with suppress(UserError):
                 assert "nan" not in question(name, **{key: value}, **QUICK.get(name, {})).markdown()

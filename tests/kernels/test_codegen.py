@@ -12,7 +12,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from tests.support.codegen_run import OTHER_TRITON, ROOT, VERSIONS, run_without_interpreter, start
+from tests.support.codegen_run import OTHER_TRITON, ROOT, VERSIONS, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
 REGISTERS, SHARED_BYTES = 65_536, 232_448  # of a multiprocessor, and the most of it that one program may have
@@ -20,7 +20,7 @@ REGISTERS, SHARED_BYTES = 65_536, 232_448  # of a multiprocessor, and the most o
 
 @pytest.fixture(scope="session")
 def compiled(request):
-    """The report of every case with each Triton: compiled by one worker for all, and again only after a change to
+    """The report of the cases with each Triton: compiled by one worker for all, and again only after a change to
     kernels/, to the cases or to a version."""
     folder = request.config.cache.mkdir("codegen")
     sources = [*(ROOT / "kernels").glob("*.py"), *(ROOT / "tests/support").glob("codegen*.py")]
@@ -39,8 +39,9 @@ def compiled(request):
 
 
 def compile_all() -> dict[str, tuple[int, str, str]]:
-    """(exit code, output, errors) by version."""
-    started = {version: run_without_interpreter("tests.support.codegen", version) for version in VERSIONS}
+    """(exit code, output, errors) by version: of every case with the Triton of the GPU machines, if it is there."""
+    few = {"installed": ["few"]} if OTHER_TRITON.exists() else {}
+    started = {version: start(["tests.support.codegen", *few.get(version, [])], version) for version in VERSIONS}
     running = {version: process for version, process in started.items() if process}
     try:
         said = {version: process.communicate(timeout=300) for version, process in running.items()}
@@ -122,7 +123,7 @@ def test_the_older_triton_interprets_alike():
         "fused_adamw.py::test_each_step_is_rounded_once",
     ]
     run = ["pytest", "-q", "-p", "no:cacheprovider", *(f"tests/kernels/test_{name}" for name in tests)]
-    process = start(run, "3.6.0", {"TRITON_INTERPRET": "1"})
+    process = start(run, "3.6.0", TRITON_INTERPRET="1")
     if process is None:
         pytest.skip(f"there is no {OTHER_TRITON}: make test-all installs it")
     out, errors = process.communicate(timeout=300)

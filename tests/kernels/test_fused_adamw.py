@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.optim.elementwise import require_elementwise
 from kernels import adamw
 from kernels.adamw import BLOCK, CHUNK, FusedAdamW
 from kernels.launch import INTERPRETED
@@ -144,10 +143,6 @@ def test_views_of_a_flat_buffer_at_any_address(launches):
             assert torch.equal(flat[a:b], q)
             start[a:b] = q.detach()
         assert torch.equal(flat, start), "elements beside the pieces stay"
-
-
-def test_a_sharded_optimizer_may_cut_for_it():
-    require_elementwise(FusedAdamW, {"lr": 1e-3, "weight_decay": 0.1})
 
 
 def test_layouts_that_are_not_contiguous(launches):

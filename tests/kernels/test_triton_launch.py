@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels import launch
-from tests.support.codegen_run import OTHER_TRITON, VERSIONS, run_without_interpreter
+from tests.support import codegen_run
+from tests.support.codegen_run import OTHER_TRITON, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -136,7 +137,7 @@ def test_the_reference_runs_without_triton_and_warns_once(first, then, reason, m
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_driver_is_given_what_triton_would_give_it(version):
-    done = run_without_interpreter("tests.support.fake_driver", version)
+    done = codegen_run.start(["tests.support.fake_driver"], version)
     if done is None:
         pytest.skip(f"there is no {OTHER_TRITON}: make test-all installs it")
     out, errors = done.communicate(timeout=300)

@@ -244,17 +244,6 @@ def test_no_number_is_0_or_1_and_their_logarithms_are_finite(monkeypatch):
     assert (gumbel.diff() > 0).all()
 
 
-def test_numbers_are_uniform():
-    numbers = keyed_uniform((16, 64, 256), key(16), "a", CPU).double()
-    expected = numbers.numel() / 256
-    counts = torch.bincount((numbers * 256).long().flatten(), minlength=256).double()
-    assert len(counts) == 256
-    assert ((counts - expected) ** 2 / expected).sum() <= 255 + 2 * math.sqrt(255 * RARE) + 2 * RARE
-    for axes in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # Hoeffding's inequality for the mean
-        coins = numbers.numel() // numbers.mean(dim=axes).numel()
-        assert abs(numbers.mean(dim=axes) - 0.5).max() <= math.sqrt(RARE / (2 * coins))
-
-
 def test_a_row_draws_its_numbers_whatever_its_microbatch():
     whole = keyed_uniform((6, 10, 9), key(), "a", CPU)
     order = torch.tensor([4, 0, 5])

@@ -10,13 +10,9 @@ OTHER_TRITON = Path(sys.prefix) / "triton-3.6.0"  # where `make test` puts it, b
 VERSIONS = ["installed", "3.6.0"]
 
 
-def run_without_interpreter(module: str, version: str) -> subprocess.Popen | None:
-    """`python -m module` with one of the versions; None if that is not there."""
-    return start([module], version, {})
-
-
-def start(arguments: list[str], version: str, variables: dict[str, str]) -> subprocess.Popen | None:
-    """`python -m arguments` with one of the versions and TRITON_INTERPRET only if it is among the variables."""
+def start(arguments: list[str], version: str, **variables: str) -> subprocess.Popen | None:
+    """`python -m arguments` with one of the versions, None if that is not there, and TRITON_INTERPRET only if it is
+    among the variables."""
     if version == "3.6.0" and not OTHER_TRITON.exists():
         return None
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}

@@ -2,7 +2,7 @@
 and adds the balancing loss by its formula, the ranks that run a layout, and the whole gradients of all experts."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -228,10 +228,6 @@ def layout_case(group, folder: str, layouts: list[dict]) -> None:
         losses = {"validation_sop_loss": 0.0} | trainer.validate()
         found["validation"] = torch.tensor([losses["validation_loss"], losses["validation_sop_loss"]])
         torch.save(found, Path(folder, f"{layout}.{group.rank()}"))
-
-
-def dicts(layouts: list[Layout]) -> list[dict]:
-    return [asdict(layout) for layout in layouts]
 
 
 def rounding(layers: int) -> float:

@@ -1,13 +1,10 @@
 """A fake GPU driver: Triton compiles for an H100 and starts its kernels, and nothing runs.
 
 `python -m tests.support.fake_driver` (without TRITON_INTERPRET) launches a kernel twice as Triton does it and twice
-through `kernels.launch`, and prints what the driver was given each time, what each way takes the host, and what a whole
-`TritonRMSNormFunction.apply` takes it.
+through `kernels.launch`, and prints what the driver was given each time and how many kernels were compiled.
 """
 
 import json
-import time
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -46,18 +43,6 @@ def install() -> None:
     torch.cuda.current_device = lambda: None  # what CPU tensors are on
 
 
-def seconds(run, calls: int = 2000) -> float:
-    """The least that one call took, of some batches of calls."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls // 5):
-            run()
-        best = min(best, (time.perf_counter() - start) / (calls // 5))
-        started.clear()
-    return best
-
-
 def main() -> None:
     install()
     x, w = torch.zeros(4, 1024, dtype=torch.bfloat16), torch.ones(1024)
@@ -77,15 +62,7 @@ def main() -> None:
     known = len(launch._compiled)
     for other in ((x, None, w.half(), *arguments[3:]), (x.view(-1)[1:1025], *arguments[1:])):
         launch.launch(rmsnorm.forward_kernel, (2, 1, 1), *other, num_warps=4, **constants)
-    found = {"given": given, "compiled": [known, len(launch._compiled)]}
-    started.clear()
-    rmsnorm.runs_triton = lambda *_: True
-    taken = {
-        "triton_us": by_triton,
-        "ours_us": by_us,
-        "function_us": partial(rmsnorm.TritonRMSNormFunction.apply, x, w),
-    }
-    print(json.dumps(found | {name: 1e6 * seconds(run) for name, run in taken.items()}))
+    print(json.dumps({"given": given, "compiled": [known, len(launch._compiled)]}))
 
 
 if __name__ == "__main__":

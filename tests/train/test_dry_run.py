@@ -23,10 +23,10 @@ from tests.support.traffic_cases import BERT, GPT, LLAMA, SEQ, config_of, in_tur
 
 ODD = GPT | {"vocab_size": 45, "d_ff": 111, "num_layers": 3}  # nothing divides over two ranks
 CASES = [  # changes of the model, of the layout, precision
-    *((ODD, {"zero": zero}, "fp32") for zero in range(4)),
+    *((ODD, {"zero": zero}, "fp32") for zero in (0, 2)),
     # A CPU's LayerNorm keeps its two numbers a token in two bytes, a GPU's and the meta device's in four.
     *((ODD | {"norm": "rmsnorm"}, {"zero": zero}, "bf16") for zero in (1, 3)),
-    *((GPT | {"recompute": each}, {"tp": 2, "sequence": True}, "fp32") for each in ("none", "attention", "segments")),
+    *((GPT | {"recompute": each}, {"tp": 2, "sequence": True}, "fp32") for each in ("attention", "segments")),
     (LLAMA | {"attention": "sdpa"}, {"tp": 2}, "fp32"),
     (BERT, {"pp": 2, "schedule": "gpipe", "m": 3}, "fp32"),
     (GPT | {"num_layers": 4}, {"pp": 2, "m": 4}, "fp32"),

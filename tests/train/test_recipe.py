@@ -38,7 +38,6 @@ def refusal(ranks: int, **settings: object) -> str:
             "tp 2 x pp 2 x ep 1 = 4 does not divide the 6 ranks: start a multiple of 4, or lower a degree",
         ),
         (2, {"tp": 2, "d_ff": 129}, "129 of d_ff do not divide over tp 2: choose a tp that divides 129"),
-        (4, {"tp": 4, "context": 30, "sequence_parallel": True}, "a sequence of 30 tokens does not divide over tp 4"),
         (
             2,
             {"sequence_parallel": True},
