@@ -19,7 +19,7 @@ from cs336_systems.train.observation import observe_traffic
 from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, age, prediction, ratio, timing
+from writeup.cells import NOISY, NONE, marks, prediction, ratio, timing
 from writeup.chapters.optimizer_sharding import PARTS
 from writeup.rank_runs import ZERO, model_of, runs_of
 from writeup.tables import Table, missing
@@ -72,7 +72,8 @@ def memory(book: Book, run: Citation) -> Table:
     for record in run:
         bytes_of = {part: (record.predicted[f"{part}_bytes"], metric(record, f"{part}_bytes")) for part in PARTS}
         cells = {part: predicted_over(*found) for part, found in bytes_of.items()}
-        at_rest = predicted_over(total(record, True), total(record), age(book, record))
+        signs = marks(book, record).replace(NOISY, "")  # bytes are counted: only times are noisy
+        at_rest = predicted_over(total(record, True), total(record), signs)
         kept = format_bytes(metric(record, "activations_bytes"))
         name = markdown_text(str(record.config["candidate"]))
         rows.append({"<stage": name, **cells, "at rest": at_rest, "kept by forward": kept})
