@@ -2,7 +2,7 @@
 
 from benchmarks.attention import AttentionTask, flops
 from benchmarks.lib.kernel import BOTH, DTYPES, FORWARD
-from benchmarks.lib.row_kernels import norm_bytes as moved
+from benchmarks.lib.row_kernels import norm_bytes
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import step_time
@@ -15,14 +15,10 @@ PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmar
 COURSE_ROWS = 50_000  # of the course's problems on norms
 
 
-def norm_bytes(columns: int, what: str, system: System, rows: int = COURSE_ROWS) -> int:
-    """The least bytes that a norm of (rows columns) float32 numbers reads and writes in a pass on a GPU."""
-    return moved(rows, columns, DTYPES["fp32"].itemsize, what, PARTIAL_ROWS * system.processors)
-
-
 def norm_floor(columns: int, what: str, system: System, rows: int = COURSE_ROWS) -> float:
-    """The least seconds of a norm of (rows columns) float32 numbers: bytes over the data sheet's bandwidth."""
-    return norm_bytes(columns, what, system, rows) / system.bandwidth
+    """The least seconds of a pass of a norm of (rows columns) float32 numbers on a GPU: the bytes that it reads and
+    writes over the data sheet's bandwidth."""
+    return norm_bytes(rows, columns, DTYPES["fp32"].itemsize, what, PARTIAL_ROWS * system.processors) / system.bandwidth
 
 
 def attention_flops(keys: dict[str, Key]) -> float:

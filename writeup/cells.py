@@ -35,11 +35,6 @@ def marks(book: Book, record: Record) -> str:
     return "".join([f"⟦{str(record.environment.get('commit'))[:7]} {id(record)}⟧", *signs])
 
 
-def age(book: Book, record: Record) -> str:
-    """All marks except that of a noisy time, for figures that a record counted."""
-    return marks(book, record).replace(NOISY, "")
-
-
 def absent(record: Record | None) -> str:
     """Cell of what was not measured: a dash, or why there is no figure."""
     return STATUS[record.status] if record else NONE

@@ -90,13 +90,16 @@ local function div(element)
   end
 end
 
--- On paper a chapter's question stays with its answer, words before a listing with it, and commands are not justified.
+-- On paper a chapter's question stays with its answer, words before a listing and the name of a table with these, and
+-- commands are not justified.
 local function wrapped(block, before, after)
-  local name = nil
+  local name, follows = nil, after and after.t
   if block.t == "Para" then
-    if (before == chapter and block.content[1].t == "Emph") or (after and after.t == "CodeBlock") then
+    local first = block.content[1].t
+    local named = (before == chapter and first == "Emph") or (first == "Strong" and follows == "Table")
+    if named or follows == "CodeBlock" then
       name = "together"
-    elseif block.content[1].t == "Strong" then
+    elseif first == "Strong" then
       local words = pandoc.utils.stringify(block.content[1])
       name = (words == "Reproduce:" or words == "Detected by") and "ragged" or nil
     end
@@ -120,7 +123,9 @@ local function moved(document)
       if not block.classes:includes("sources") then
         local words = pandoc.utils.stringify(chapter) .. ": " .. block.attributes.title
         appendix:insert(pandoc.Header(3, pandoc.Inlines(words)))
-        appendix:extend(block.content)
+        for at, each in ipairs(block.content) do
+          appendix:extend(wrapped(each, block.content[at - 1], block.content[at + 1]))
+        end
       end
     else
       kept:extend(wrapped(block, before, document.blocks[place + 1]))

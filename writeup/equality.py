@@ -4,7 +4,6 @@ It is in `equality.toml`: node ids by short names, and rows whose cells name som
 """
 
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,10 +81,5 @@ def _cell(where: str, value: Any, tests: dict[str, str]) -> Cell:
 
 def cited() -> tuple[str, ...]:
     """The node ids of every test that the matrix or the gallery names, each once."""
-    return tuple(dict.fromkeys([*_in_matrix(), *(variant.test for variant in variants())]))
-
-
-def _in_matrix() -> Iterator[str]:
-    for row in matrix():
-        for cell in row.cells.values():
-            yield from cell.tests
+    in_matrix = (node for row in matrix() for cell in row.cells.values() for node in cell.tests)
+    return tuple(dict.fromkeys([*in_matrix, *(variant.test for variant in variants())]))

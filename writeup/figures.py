@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-from writeup.errors import CitationError
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -77,13 +74,6 @@ def draw(
         axes: list[Axes] = [canvas.add_subplot(1, columns or 1, 1 + place) for place in range(columns or 1)]
         into(axes if columns else axes[0])
         return Figure(name, _svg(canvas), caption, alt)
-
-
-def picture(path: Path, name: str, caption: str, alt: str) -> Figure:
-    """A picture that a benchmark left beside its records. Raises CitationError if it is not there."""
-    if not path.is_file():
-        raise CitationError(f"there is no picture {path}")
-    return Figure(name, path.read_text(encoding="utf-8"), caption, alt)
 
 
 def drawn(name: str, canvas: Any, caption: str, alt: str) -> Figure:

@@ -66,9 +66,10 @@ def suspects_of_records(records: Sequence[Record]) -> list[Suspect]:
     """Every suspect median or peak among records of one machine, all benchmarks together: they share its ceilings."""
     found: list[Suspect] = []
     ceilings = measured_ceilings(records)
-    for of_benchmark in _by_benchmark(records):
-        found += _suspects([each for record in of_benchmark if (each := time_figure(record))], ceilings)
-        found += _too_wide([each for record in of_benchmark if (each := memory_figure(record))])
+    for name in dict.fromkeys(record.benchmark for record in records):
+        measured = [record for record in records if record.benchmark == name and record.status == "ok"]
+        found += _suspects([each for record in measured if (each := time_figure(record))], ceilings)
+        found += _too_wide([each for record in measured if (each := memory_figure(record))])
     return found
 
 
@@ -91,14 +92,6 @@ def let_pass(publications: Publications) -> list[str]:
     figures = [each for table in publications.tables.values() for each in published_figures(table, table.source.id)]
     cold = [each for each in figures if each.settings.get("warmup") == 0]
     return [each.shown for each in cold if rules.deviation_over_mean(each.value, each.std)]
-
-
-def _by_benchmark(records: Sequence[Record]) -> list[list[Record]]:
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        if record.status == "ok":
-            found.setdefault(record.benchmark, []).append(record)
-    return list(found.values())
 
 
 def _suspect(figure: Figure, why: str) -> Suspect:

@@ -9,7 +9,7 @@ from benchmarks.lib.profiling_record import picture_beside, tables_beside
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.cells import median_ms
-from writeup.figures import Figure, picture
+from writeup.figures import Figure
 
 COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
 BELOW = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9./-]*")  # a folder below that of the records
@@ -44,4 +44,6 @@ def with_tables(book: Book, cited: Citation) -> Citation:
 def profile_picture(book: Book, record: Record | None, which: str, caption: str, alt: str) -> Figure | None:
     """The `timeline`, `flame` or `memory` of a profile; None if its run left none."""
     path = picture_beside(folder(book), record, f"{which}.svg") if record and tables(book, record) else None
-    return picture(path, f"{book.chapter}-{path.parent.name}-{which}", caption, alt) if path else None
+    if path is None:
+        return None
+    return Figure(f"{book.chapter}-{path.parent.name}-{which}", path.read_text(encoding="utf-8"), caption, alt)

@@ -84,7 +84,7 @@ def wrappers() -> Figure:
     return draw(
         "schematic-wrappers", "**Four wrappers differ in when a reduction (R) starts, not in what is computed.** "
         "Observed: gradients g7 to g0 of eight layers and the reductions that each wrapper launches.",
-        "Four rows of boxes, gradients and reductions in the order in which each wrapper has them", into, height=2.2,
+        "Four rows of boxes, gradients and reductions in the order in which each wrapper has them", into, height=1.8,
     )  # fmt: skip
 
 

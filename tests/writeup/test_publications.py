@@ -108,6 +108,8 @@ def test_a_wrong_citation_says_what_there_is(folder, cite, message):
         ("{ranks = 2}", "2", "fixed must be settings in braces"),
         ("[[table]]", "[[tables]]", "file.toml: tables: there are only"),
         ("[[table]]", "[[table", "file.toml cannot be read"),
+        ("[[table]]", TABLE + "[[table]]", "has a table of this name already"),
+        ("[[source]]", SOURCE + "[[source]]", "'someone' is there already"),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_entry(folder, old, new, message):
@@ -119,13 +121,6 @@ def test_a_malformed_file_is_refused_with_its_entry(folder, old, new, message):
 def test_what_bears_no_date_says_so(folder):
     assert folder(SOURCE.replace("year = 2024", "")).sources["someone"].when == "undated"
     assert folder(SOURCE).sources["someone"].when == "2024"
-
-
-def test_two_of_one_name_are_refused(folder):
-    with pytest.raises(UserError, match="has a table of this name already"):
-        folder(SOURCE + TABLE + TABLE)
-    with pytest.raises(UserError, match="'someone' is there already"):
-        folder(SOURCE + SOURCE)
 
 
 def test_the_committed_tables_use_this_projects_words():

@@ -19,7 +19,7 @@ from cs336_systems.train.observation import observe_traffic
 from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, age, prediction, ratio, timing
+from writeup.cells import NOISY, NONE, marks, prediction, ratio, timing
 from writeup.chapters.optimizer_sharding import PARTS
 from writeup.rank_runs import ZERO, model_of, runs_of
 from writeup.tables import Table, missing
@@ -28,6 +28,7 @@ from writeup.words import joined
 STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
 TORCH = "torch FSDP2"
 STUDENT, YEAR, SIZE = "enzo-ding", 2026, "xl"
+RANKS = 8  # of the observed collectives
 GIB = 2**30
 SHAPE = ("d_model", "layers", "batch_size", "context", "ranks")  # the memory depends on these, not on the link
 
@@ -49,6 +50,7 @@ def content(book: Book) -> dict[str, Any]:
         "steps": [(model_of(run), steps(book, run)) for run in runs],
         "missing": missing([cited]),
         "traffic": traffic(book),
+        "ranks": RANKS,
         "ahead": AHEAD,
         "traced_command": traced.command,
         "accounting": accounting(book),
@@ -70,7 +72,8 @@ def memory(book: Book, run: Citation) -> Table:
     for record in run:
         bytes_of = {part: (record.predicted[f"{part}_bytes"], metric(record, f"{part}_bytes")) for part in PARTS}
         cells = {part: predicted_over(*found) for part, found in bytes_of.items()}
-        at_rest = predicted_over(total(record, True), total(record), age(book, record))
+        signs = marks(book, record).replace(NOISY, "")  # bytes are counted: only times are noisy
+        at_rest = predicted_over(total(record, True), total(record), signs)
         kept = format_bytes(metric(record, "activations_bytes"))
         name = markdown_text(str(record.config["candidate"]))
         rows.append({"<stage": name, **cells, "at rest": at_rest, "kept by forward": kept})
@@ -108,25 +111,25 @@ def steps(book: Book, run: Citation) -> Table:
 
 
 @cache
-def observed(ranks: int, stage: int) -> Counter[Transfer]:
-    """A step's collectives for the course's xl, as the library is observed to send them."""
-    layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
-    return observe_traffic(Recipe.of(context=1), model_preset(SIZE, YEAR), layout)
+def observed(stage: int) -> Counter[Transfer]:
+    """A step's collectives for the course's `small`, as the library is observed to send them."""
+    layout = Layout(dp=RANKS, zero=stage, global_batch=RANKS)
+    return observe_traffic(Recipe.of(context=1), model_preset("small", YEAR), layout)
 
 
-def traffic(book: Book, ranks: int = 8) -> Table:
+def traffic(book: Book) -> Table:
     """Calls and bytes of the collectives of a rank's step, by stage."""
-    nbytes, rows = 4 * sum(count_parameters(model_preset(SIZE, YEAR)).values()), []
+    nbytes, rows = 4 * sum(count_parameters(model_preset("small", YEAR)).values()), []
     for name, stage in STAGES.items():
-        found, verbs = observed(ranks, stage), Counter[str]()
-        whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
+        found, verbs = observed(stage), Counter[str]()
+        whole = sum(count * sent(each.verb, RANKS) * each.nbytes for each, count in found.items())
         for each, count in found.items():
             verbs[each.verb] += count
         rows.append({
-            "ranks": str(ranks), "<stage": name,
+            "<stage": name,
             "<collectives of a step": ", ".join(f"{count} {verb}" for verb, count in verbs.items()),
             "sent by a rank": format_bytes(whole),
-            "in units of 4P(N-1)/N": f"{whole / (nbytes * (ranks - 1) / ranks):.2f}",
+            "in units of 4P(N-1)/N": f"{whole / (nbytes * (RANKS - 1) / RANKS):.2f}",
         })  # fmt: skip
     return Table(book, rows)
 

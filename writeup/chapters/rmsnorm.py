@@ -13,7 +13,7 @@ from writeup.tables import ON_GPU, Table, not_measured
 STUDENT = "go-akshit"
 NORMS = {"rmsnorm": "RMSNorm, eager", "layernorm": "LayerNorm", "rmsnorm triton": "RMSNorm, Triton"}
 AUTHORS = {"2024": (ROD, "norms with triton"), STUDENT: (STUDENT, "norms")}
-SECTIONS = {"2.2.4": (ROD, "norms, forward-backward"), "2.3.1": (ROD, "compiled norms, forward-backward")}
+SECTIONS = {"2024, 2.2.4": (ROD, "norms, forward-backward"), "2024, 2.3.1": (ROD, "compiled norms, forward-backward")}
 COLUMNS = (1024, 2048, 4096, 8192)
 
 
@@ -38,7 +38,11 @@ def published(book: Book, system: System, what: str, tables: Mapping[str, tuple[
                 title: floored(book, book.published.value(*table, candidate=name, columns=columns), floor)
                 for name, title in NORMS.items()
             }
-            row = {"<columns": f"{columns:,}", f"least on an {system.name}": format_seconds(floor), "<table": who}
+            row = {
+                "<columns": f"{columns:,}",
+                f"least on an {system.name}": format_seconds(floor),
+                "<published in": who,
+            }
             rows.append(row | found)
     note = f"Above 100% a time is impossible: at the full bandwidth of an {system.name} the bytes take longer."
     return Table(book, rows, notes=[note] if what == BOTH else [])
