@@ -312,6 +312,7 @@ def test_what_cannot_be_computed_is_refused():
     for cut in ([0, 1, 2, 0, 1, 2, 7], [0, 1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 3, 0, 1]):
         with pytest.raises(UserError, match="positions begin at 0 and count up"):
             TransformerLM(TOY)(tokens, positions=torch.tensor([cut]))
+    assert TransformerLM(TOY)(tokens, positions=torch.arange(7, dtype=torch.uint8)[None]).shape[:2] == (1, 7)
     with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
         replace(TOY, attention="flash", dropout=0.1)
 
