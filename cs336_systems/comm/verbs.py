@@ -271,8 +271,7 @@ def all_to_all(
         elif transport.serves(group, given):
             work.pending = [shared_verbs.all_to_all(output, given, *rows, group, work.next_key())]
         else:
-            for each in (output, given):
-                _as_vector(each, group)
+            _as_vector(output, group)
             work.pending = [dist.all_to_all_single(output, given, *rows, group, async_op=True)]
     return work
 

@@ -80,8 +80,7 @@ def _locked(path: Path, named: bool) -> IO[str]:
 
 
 def _is_log(path: Path) -> bool:
-    """True if a file is empty or begins like a record, also one that a full disk has cut short: such files are
-    replaced; other files of the user's are not."""
+    """True if a file is empty or begins like a record, also one that a full disk has cut short: it is replaced."""
     with path.open(errors="replace") as file:
         begin = file.read(16)
     records = '{"recipe":', '{"resumed":', '{"step":', '{"steps":', '{"stopped":'
