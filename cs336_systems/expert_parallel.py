@@ -91,9 +91,9 @@ class ExpertParallel:
 
 
 def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
-    """Split the experts of a model or a pipeline's stage over a group, in place. Every rank has all of them before.
-    `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not
-    divide."""
+    """Split the experts of a model, or of a pipeline's `stage.model`, over a group, in place. Every rank has all of
+    them before. `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts
+    do not divide."""
     config, data = require_transformer(model).config, data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()

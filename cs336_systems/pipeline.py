@@ -90,9 +90,9 @@ class Pipeline:
         """Forward and backward of all microbatches; the last stage returns their losses in order, detached. `loss` maps
         losses to the scalar that backward starts from; None runs forward only, without gradients. `accumulate`
         surrounds every backward but the last, after which gradients may be reduced. Raises UserError for a schedule
-        that does not exist for these stages, chunks and microbatches, and for a microbatch without targets."""
+        that does not exist for these stages, chunks and microbatches, and if the last stage lacks targets."""
         stage = self.stage
-        if any(batch.targets is None for batch in microbatches):
+        if stage.has_last and any(batch.targets is None for batch in microbatches):
             raise UserError("a pipeline computes losses, and a microbatch has no targets")
         lists = schedule(self.name, stage.stages, len(microbatches), stage.chunks)
         if stage.turn != (self.name in TURNING):

@@ -49,7 +49,7 @@ def zero(
     parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
     optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
-    if not isinstance(stage, int) or stage not in range(len(STAGES)):
+    if isinstance(stage, float) or stage not in range(len(STAGES)):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage!r}")
     parameters, gradients, optimizer = STAGES[stage]
     wrapped: DataParallel | FSDP

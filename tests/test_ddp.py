@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -222,6 +223,7 @@ def impossible_case(group) -> None:
         with pytest.raises(UserError) as error:
             BucketedDDP(**{"module": make()} | options)
         assert words in str(error.value)
+    assert BucketedDDP(make(), bucket_size_mb=np.float32(1)).buckets
 
 
 def test_impossible_arguments_are_refused():

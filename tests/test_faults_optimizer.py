@@ -4,6 +4,7 @@ ranks have the same gradients, so that one process with the plain optimizer is t
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from cs336_systems.buffers.bucket import SHARDED
 from cs336_systems.check.foreign import foreign
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
+from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
 from tests.support import ranks
@@ -49,6 +51,7 @@ def refusal_case(group) -> None:
     for stage in (4, 1.0, "1"):
         with pytest.raises(UserError, match=f"ZeRO has stages 0 to 3, not {stage!r}"):
             zero(Net(), torch.optim.SGD, stage, lr=0.1)
+    assert isinstance(zero(Net(), torch.optim.SGD, np.int64(3), lr=0.1)[0], FSDP)
     for layout in ("flat", "whole"):
         embedding = nn.Embedding(4, 2, sparse=True)
         optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, layout=layout, lr=0.1)

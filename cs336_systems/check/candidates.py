@@ -132,7 +132,8 @@ def kind_of(target: Any, name: str = "") -> str:
     """Guess the kind from a class's or function's base, name and parameters; ddp if they do not show it."""
     parameters = set(inspect.signature(target).parameters)
     name = (name or getattr(target, "__name__", "")).lower()
-    if (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)) or "optimizer_cls" in parameters:
+    of_optimizer = "optimizer_cls" in parameters and not {"module", "model"} & parameters  # else a wrapper takes it
+    if of_optimizer or (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)):
         return "sharded-optimizer"
     if not isinstance(target, type) and {"optimizer", "opt"} & parameters:
         return "step"

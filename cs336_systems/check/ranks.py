@@ -150,7 +150,7 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     model, optimizer = candidate.build(module, case.cls, case.options, group)
     copies = [x for x in getattr(model, "modules", list)() if dict(x.named_parameters()).keys() == shapes.keys()]
     bare = module if module in copies or not copies else copies[0]  # a wrapper may have copied it
-    updated = {p for each in optimizer.param_groups for p in each["params"]}
+    updated = {p for each in getattr(optimizer, "param_groups", ()) for p in each["params"]}
     if candidate.kind == "fsdp" and not updated.issuperset(p for p in bare.parameters() if p.requires_grad):
         candidate = replace(candidate, has_gradients=False)  # some have shards in their place
     run = CandidateRun(model, optimizer, group.rank(), group.size(), case=case, bare=bare, notes=notes,

@@ -28,6 +28,7 @@ def largest(x: Tensor) -> float:
 
 
 def factor_of(got: Tensor, want: Tensor) -> float | None:
-    """The number by which a tensor is a multiple of another one, which has several elements, or None."""
+    """The number, not 1, by which a tensor is a multiple of another one, which has several elements, or None."""
     factor = (got * want).sum().item() / max((want * want).sum().item(), 1e-300)
-    return factor if want.numel() > 1 and (got - factor * want).norm() <= 1e-6 * got.norm() else None
+    is_multiple = want.numel() > 1 and (got - factor * want).norm() <= 1e-6 * got.norm()
+    return factor if is_multiple and abs(factor - 1) > 1e-6 else None

@@ -159,10 +159,10 @@ def _collective(
         yield work
 
 
-def _check(flat: Tensor, slices: int, reduction: Reduction = "sum") -> None:
-    """Raises ValueError for a tensor of several dimensions that is not contiguous, one that does not divide into
-    slices, an unknown reduction, and a mean of integers."""
-    if flat.dim() > 1 and not flat.is_contiguous():
+def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction = "sum") -> Tensor:
+    """View a tensor as a vector. Raises ValueError for one that is not contiguous, unless it is a vector and sent over
+    shared memory, one that does not divide into slices, an unknown reduction, and a mean of integers."""
+    if not flat.is_contiguous() and (flat.dim() > 1 or not transport.serves(group, flat)):
         raise ValueError(f"a tensor of shape {tuple(flat.shape)} is not contiguous: give its .contiguous()")
     if flat.numel() % slices:
         raise ValueError(f"{flat.numel()} elements do not divide into slices of {slices} ranks")
@@ -170,6 +170,7 @@ def _check(flat: Tensor, slices: int, reduction: Reduction = "sum") -> None:
         raise ValueError(f"no reduction is called {reduction!r}: choose from {', '.join(REDUCTIONS)}")
     if reduction == "mean" and not (flat.is_floating_point() or flat.is_complex()):
         raise ValueError(f"a mean needs a floating-point dtype, not {flat.dtype}: use reduction='sum'")
+    return flat.detach().view(-1)
 
 
 def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:
@@ -183,7 +184,7 @@ def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp
 
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
-    _check(flat, 1, reduction)
+    flat = _as_vector(flat, group, 1, reduction)
     with _collective("all-reduce", flat, group, label, alike=(reduction, flat.numel())) as work:
         if group.size() > 1:
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -200,7 +201,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     """
     ranks, me = group.size(), group.rank()
     gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
-    _check(flat, ranks, reduction)
+    flat = _as_vector(flat, group, ranks, reduction)
     alike = None if gloo and on_cpu else (reduction, flat.numel())
     with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "", alike) as work:
         if ranks == 1:
@@ -210,7 +211,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
         if transport.serves(group, flat):
             work.pending = [shared_verbs.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
             return work
-        slices = flat.detach().chunk(ranks)
+        slices = flat.chunk(ranks)
         if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work.pending = [scatter(slices[me], flat, _operator(flat, group, reduction), group=group, async_op=True)]
@@ -226,8 +227,8 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
 def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     """Fill `flat` with the slices of all ranks: rank r provides the r-th of its equal slices."""
     ranks, me = group.size(), group.rank()
+    flat = _as_vector(flat, group, ranks)
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
-    _check(flat, ranks)
     with _collective("all-gather", flat, group, label, alike=None if gloo and on_cpu else flat.numel()) as work:
         if ranks == 1:
             return work
@@ -270,6 +271,7 @@ def all_to_all(
         elif transport.serves(group, given):
             work.pending = [shared_verbs.all_to_all(output, given, *rows, group, work.next_key())]
         else:
+            _as_vector(output, group)
             work.pending = [dist.all_to_all_single(output, given, *rows, group, async_op=True)]
     return work
 

@@ -51,6 +51,7 @@ def find_places(batch: Batch, parts: PartsOf | None) -> Places:
             raise UserError(
                 f"positions are {positions.dtype} of shape {shape}: whole numbers of shape {meant} are meant"
             )
+        positions = positions.long()
         if (positions * (positions - F.pad(positions, (1, -1), value=-1) - 1)).any():
             raise UserError("a row's positions begin at 0 and count up, again from 0 in each document, also a cut one")
     return Places(None if parts is None else index, index if positions is None else positions[:, index], length)
@@ -91,7 +92,7 @@ def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | Non
     if config.attention == "flash" and mask is not None:
         raise UserError("attention flash knows no padding mask; use sdpa")
     if mask is not None and mask.dtype != torch.bool:
-        raise UserError(f"the padding mask is {mask.dtype}: True at real tokens is meant")
+        raise UserError(f"the padding mask is {mask.dtype}: it must be torch.bool, True at real tokens")
     if config.positions == "rotary":
         turn = angles(places.position, config.head_dim, config.rotary_base)
         turn = turn if turn.dim() == 2 else turn[:, None]  # of packed rows: (batch 1 seq head_dim/2), for all heads

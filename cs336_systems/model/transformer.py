@@ -198,8 +198,8 @@ class TransformerLM(nn.Module):
             raise UserError(f"tokens have shape {tuple(tokens.shape)}; (batch seq) is meant")
         for name, each in (("targets", targets), ("token_types", token_types), ("padding_mask", padding_mask)):
             if each is not None and each.shape != tokens.shape:
-                shapes = f"{name} have shape {tuple(each.shape)}, tokens {tuple(tokens.shape)}"
-                raise UserError(f"{shapes}; one a token is meant")
+                shapes = f"{name}: shape {tuple(each.shape)}, tokens: shape {tuple(tokens.shape)}"
+                raise UserError(f"{shapes}; one value per token is meant")
         batch = Batch(tokens, targets, None, token_types, padding_mask, positions=positions)
         x = self.run_blocks(batch)
         return self.finish(x) if targets is None else self.losses(x, batch, "mean").tokens

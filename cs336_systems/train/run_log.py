@@ -80,12 +80,11 @@ def _locked(path: Path, named: bool) -> IO[str]:
 
 
 def _is_log(path: Path) -> bool:
-    """True if a file is empty or its first line is a record, which are replaced; other files of the user's are not."""
-    with path.open(errors="replace") as file, suppress(ValueError, RecursionError):
-        line = file.readline()
-        record = json.loads(line) if line else {"step": 0}
-        return isinstance(record, dict) and not {"recipe", "step"}.isdisjoint(record)
-    return False
+    """True if a file is empty or begins like a record, also one that a full disk has cut short: it is replaced."""
+    with path.open(errors="replace") as file:
+        begin = file.read(16)
+    records = '{"recipe":', '{"resumed":', '{"step":', '{"steps":', '{"stopped":'
+    return any(begin.startswith(each[: len(begin)]) for each in records)
 
 
 def _up_to(text: str, done: int) -> str:

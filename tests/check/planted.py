@@ -303,9 +303,9 @@ COPY = DDP.replace("= module,", "= __import__('copy').deepcopy(module),").replac
     "list(module.", "list(self.module.")  # fmt: skip
 OPTIMIZED = f"""{DDP}
 
-def with_optimizer(module, lr):
+def with_optimizer(module, optimizer_cls, lr):
     model = StudentDDP(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = optimizer_cls(model.parameters(), lr=lr)
     optimizer.synchronize, model.finish_gradient_synchronization = model.finish_gradient_synchronization, None
     return model, optimizer
 """

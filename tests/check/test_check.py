@@ -101,6 +101,32 @@ def test_no_false_alarm_on_what_students_write(name):
     assert_right(make(STUDENTS[name][1]), timeout=patience(PATIENCE), only=MUST)
 
 
+class Descent:
+    """An optimizer that is none of torch's, and has no param_groups."""
+
+    def __init__(self, params, lr):
+        self.params, self.lr = list(params), lr
+
+    def step(self):
+        for p in self.params:
+            p.data -= self.lr * p.grad
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+
+def with_descent(module, lr):
+    model = make(DDP)(module)
+    return model, Descent(model.parameters(), lr)
+
+
+def test_an_optimizer_of_ones_own_is_followed():
+    """After a cast its updates are right, but rounded."""
+    report = check(with_descent, timeout=patience(PATIENCE), only=("training", "cast after wrapping"))
+    assert [each.cause for each in report.verdicts if each.status != "right"] == ["rounded"], report
+
+
 @pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2", "accelerate"])
 def test_no_false_alarm_on_three_ranks(name):
     assert_right(load(name)[0][0], ranks=3, timeout=patience(PATIENCE), only=("training", "tied weights"))

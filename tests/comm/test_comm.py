@@ -258,6 +258,27 @@ def test_wrong_arguments_are_named_before_ranks_meet():
     ranks.run(wrong_case, 2)
 
 
+def grid_case(group) -> None:
+    """Slices of a grid are of its elements, not of its rows; what gloo would read or write beside is refused."""
+    want = torch.arange(12.0).view(3, 4)
+    grid = want.clone()
+    reduce_scatter(grid, group).wait()
+    grid.view(-1).chunk(2)[1 - group.rank()].fill_(torch.nan)
+    all_gather(grid, group).wait()
+    assert torch.equal(grid, want)
+    for verb, arguments in (
+        (all_reduce, (torch.ones(8)[::2],)),
+        (all_gather, (torch.ones(8)[::2],)),
+        (all_to_all, (torch.empty(4, 2).t(), torch.ones(2, 4), [1, 1], [1, 1])),
+    ):
+        with pytest.raises(ValueError, match="is not contiguous"):
+            verb(*arguments, group)
+
+
+def test_gloo_takes_grids_and_refuses_what_is_not_contiguous():
+    ranks.run_on_gloo(grid_case, 2)
+
+
 def test_slices_of_other_sizes_never_meet():
     for error in ranks.run_failing(sizes_case, 2):
         assert error[0] == "CommError"

@@ -255,6 +255,7 @@ def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
         line = "error: another run writes its log to runs/train.jsonl: name another with --log-file FILE\n"
         assert capsys.readouterr().err.endswith(line)
     assert Path("runs/train.jsonl").read_text() == of_another
+    Path("runs/train.jsonl").write_text('{"recipe": {"pre')  # by a full disk
     assert run(*short) == 0
     assert "log: runs/train.jsonl\n" in capsys.readouterr().out
 

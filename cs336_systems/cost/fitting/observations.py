@@ -46,7 +46,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < inf:
-            raise UserError(f"{self.run.id}: {self.what} took {self.seconds:g} s, which is no time")
+            raise UserError(f"{self.run.id}: {self.what} took {self.seconds:g} s: times are positive and finite")
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
