@@ -18,8 +18,7 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import repeat
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class DataParallel(Wrapper):
         kind = f"buckets of {self.bucket_size_mb} MB, gradients {type(self.gradients).__name__.lower()}"
         super().__init__(kind, module, group, ignored)
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb
-        if not isinstance(cap, Real) or not cap >= 0:  # or NaN
+        if not isinstance(cap, SupportsFloat) or not cap >= 0:  # or NaN
             raise UserError(f"a bucket has 0 MB or more, not {cap!r}")
         self.make_buckets(plan_buckets(list(self.guard.trainable), cap * 10**6, apart), placement=self.gradients)
         self.next = 0  # the first bucket that has not been launched
