@@ -64,7 +64,7 @@ def parts() -> dict[str, tuple[int, int, int]]:
         "library without cost, profiling, check": (library, 13_432, 10_500),
         "check": (size["cs336_systems/check"], 2_780, 900),
         "cost": (size["cs336_systems/cost"], 7_769, 7_500),
-        "profiling": (size["cs336_systems/profiling"], 3_825, 3_500),
+        "profiling": (size["cs336_systems/profiling"], 3_836, 3_500),
         "kernels": (size["kernels"], 2_000, 2_000),
         "README's week-end reading": (lines_of(week_end()), 5_000, 5_000),
     }

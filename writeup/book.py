@@ -182,7 +182,7 @@ class Book:
     def history(self, name: str) -> list[Record]:
         """Every record of a benchmark on this machine, oldest first."""
         path = self.results / (self.machine or "") / f"{name}.jsonl"
-        return every_record(path) if path.exists() else []
+        return every_record(path) if self.machine and path.exists() else []
 
     @property
     def between_runs(self) -> list[float]:
@@ -244,7 +244,9 @@ class Book:
     def _records(self) -> dict[str, tuple[Record, ...]]:
         """The newest record of each configuration, by benchmark."""
         paths = {name: self.results / (self.machine or "") / f"{name}.jsonl" for name in BENCHMARKS}
-        return {name: tuple(read_records(path) if path.exists() else ()) for name, path in paths.items()}
+        return {
+            name: tuple(read_records(path) if self.machine and path.exists() else ()) for name, path in paths.items()
+        }
 
     def _keys(self, name: str) -> frozenset[str]:
         """Settings that records of a benchmark have, on any machine."""

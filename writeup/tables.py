@@ -55,7 +55,7 @@ class Table:
             with_record = partial(_with_record, letters, {str(id(record)): record for record in self.records})
             rows = [{head: MARKED.sub(with_record, cell) for head, cell in row.items()} for row in self.rows]
             note = provenance(self.book, self.records, letters, any(NOISY in cell for cell in self.cells))
-            caption = f"\n\n: {self.caption}" if self.caption else ""
+            caption = f"\n\n: {self.caption}" if self.caption and rows else ""
             notes = self.notes if rows else ()
             parts = [markdown(rows) + caption, note, *self._doubts(), *notes, *parts]
         return "\n\n".join(part for part in parts if part) + "\n"

@@ -66,12 +66,12 @@ def read_ranks(files: list[Path]) -> list[Trace]:
     """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank.
 
     A trace made without a process group does not know its rank; it is taken from the file's name, if that has one. Nor
-    does it know the number of ranks: at least as many as the others say, or as have traces.
+    does it know the number of ranks: at least as many as the others say, and more than the highest rank.
     """
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:
         trace = read_trace(file)
-        named = re.search(r"rank[_-]?(\d+)", file.name)
+        named = re.search(r"rank[_-]?(\d{1,6})(?!\d)", file.name)  # a longer number is a date or a process
         if "ranks" in trace.chrome and OURS not in trace.chrome:
             raise UserError(f"{file} is merged already; name the traces of single ranks")
         told = {**trace.chrome.get("distributedInfo", {}), **trace.ours}

@@ -60,7 +60,8 @@ def _annotated(traces: list[Trace]) -> Iterable[Matched]:
     found: dict[tuple[str, str], Matched] = {}
     for trace in traces:
         ranks = {name: members for name, members in _groups(trace) if name}
-        blocking = not any(span.category == "kernel" for span in transfers(trace))
+        nccl = any(span.name.startswith("nccl:") for span in trace.annotated)
+        blocking = not nccl and not any(span.category == "kernel" for span in transfers(trace))
         # The call of torch.distributed; an empty tensor is not sent.
         sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
         for about, span in (each for each in trace.collectives if each[0].verb not in MESSAGES):

@@ -84,8 +84,12 @@ def activity(trace: Trace) -> Activity:
         # gloo reduces a GPU's tensors as well, on the CPU's threads.
         communication, compute = kernels.get(True, host), kernels.get(False, [])
     else:
-        # In shared memory the thread that waits does the work, and the trace has only the wait.
-        communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
+        # In shared memory the thread that waits does the work, and the trace has only the wait; NCCL works on a GPU.
+        nccl = any(span.name.startswith("nccl:") for span in trace.annotated)
+        communication, compute = (
+            host or ([] if nccl else waits_of(trace)),
+            _operators(trace, {span.lane for span in host}),
+        )
     return Activity(communication, compute, _times(communication), _times(compute))
 
 
@@ -141,8 +145,9 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
     """The time at which the last rank joined, for every matched span by its identity. Annotated collectives match by
-    the annotation, all others by counting (`align.py`), sends and receives by their launches. A span that was over by
-    then did not wait: it is a broadcast's source, or counting has matched it wrongly."""
+    the annotation, all others by counting (`align.py`), the sends and receives that make up a collective by its launch;
+    messages between two ranks have none. A span that was over by then did not wait: it is a broadcast's source, or
+    counting has matched it wrongly."""
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]

@@ -68,7 +68,8 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
 def missing_ranks(traces: list[Trace]) -> str:
     """Note about ranks whose traces are not there; empty if all are."""
     missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
-    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:20]))}{more}"
     return f"note: {ranks} of {traces[0].world_size} missing" if missing else ""
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -279,9 +279,13 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path | str) -> list[Path]:
-    """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if none."""
+    """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if there is
+    none, or two of one rank."""
     name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("*.trace.json*"))
     found = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
+    for (rank, first), (other, second) in pairwise(found):
+        if rank == other:
+            raise UserError(f"{first} and {second} are both of rank {rank}; remove one of them")
     foreign = [path for path in inside if path.name.endswith((".pt.trace.json", ".pt.trace.json.gz"))]
     if not found and not foreign:
         how = "make some with benchmarks/profiling_run.py --out"

@@ -17,7 +17,7 @@ from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.merge import merge, own_moment, untangle
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.nesting import nest
-from cs336_systems.profiling.report import write_report
+from cs336_systems.profiling.report import missing_ranks, write_report
 from cs336_systems.profiling.trace import OURS, Span, Trace, parse, read_json, read_trace, trace_files, write_json
 from tests.support import ranks
 from tests.support.merged_trace import validate
@@ -206,6 +206,7 @@ def test_a_missing_rank_is_a_note(tmp_path, capsys):
     assert "rank 0 of 2 missing" in capsys.readouterr().out
     assert "rank 0 of 2 missing" in (tmp_path / "index.html").read_text()
     assert json.loads((tmp_path / "all.json").read_text())["ranks"].keys() == {"1"}
+    assert missing_ranks([trace(0, world=1000)]).endswith(", 19, 20 and 979 more of 1000 missing")
 
 
 def test_traces_of_plain_torch_go_by_their_names(tmp_path, capsys):
@@ -216,6 +217,8 @@ def test_traces_of_plain_torch_go_by_their_names(tmp_path, capsys):
     assert (code, err) == (0, "")
     assert len(read_json(tmp_path / "merged.trace.json.gz")["ranks"]) == 2
     assert [each.world_size for each in read_ranks(trace_files(tmp_path))] == [2, 2]
+    write_json(events, tmp_path / "rank20261127.json")  # a date, and no rank of 20 million
+    assert [(each.rank, each.world_size) for each in read_ranks([tmp_path / "rank20261127.json"])] == [(0, 1)]
 
 
 def test_errors_are_one_clear_line(tmp_path, capsys):
@@ -250,6 +253,8 @@ def test_errors_are_one_clear_line(tmp_path, capsys):
     assert merge_command(capsys)[0] == 2
     (tmp_path / "rank0.trace.json.gz").write_bytes(gzip.compress(whole))
     assert "both of rank 0" in merge_command(capsys, str(tmp_path))[2]
+    with pytest.raises(UserError, match="both of rank 0"):
+        trace_files(tmp_path)
 
 
 def capture_case(group, folder: str) -> None:

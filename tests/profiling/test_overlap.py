@@ -78,8 +78,10 @@ def test_what_was_posted_leaves_its_thread_a_thread_that_computes():
 
 
 def test_nccls_spans_on_the_cpu_are_no_communication():
-    """They say only when a kernel was enqueued."""
-    assert figures(event("nccl:all_reduce", 0, 100), event("aten::mm", 0, 90)) == (0, 0)
+    """They say only when a kernel was enqueued, and waits for one block no thread."""
+    ours = [event(f"{what} all-reduce 0#1 x", start, start + 9) for what, start in (("launch", 91), ("wait", 101))]
+    for more in ([], ours):
+        assert figures(event("nccl:all_reduce", 0, 100), event("aten::mm", 0, 90), *more) == (0, 0)
 
 
 def test_gloo_under_a_gpus_kernels():

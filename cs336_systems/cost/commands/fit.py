@@ -47,8 +47,8 @@ class FitOptions:
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
 
-    No log names its machine: give --system. Options of model and plan give what a log lacks, and override it. The fit
-    starts from --constants, or from those of the runs' stack.
+    No log names its machine: give --system. Options of model and plan give what a log lacks, and override it; lists of
+    runs say all themselves. The fit starts from --constants, or from those of the runs' stack.
     """
     named, asked, machine = on_command_line(context), take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
