@@ -15,6 +15,7 @@ from benchmarks import attention, norms
 from benchmarks.lib import running
 from benchmarks.lib.running import CPU, EDITIONS, GPU, AllSettings, Benchmark, arguments
 from cs336_systems.host.console import run_command
+from tests.support.ranks import patience
 
 FAKE = """
 import json, os, subprocess, sys, time
@@ -142,7 +143,7 @@ def test_a_remark_is_a_column_only_where_there_is_one(fakes, capsys):
 
 
 def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):
-    folder = fakes(fake("hang", seconds=1.0), fake("ok"))
+    folder = fakes(fake("hang", seconds=patience(1.0)), fake("ok"))
     begun = time.monotonic()
     assert suite() == 2
     assert time.monotonic() - begun < 50  # of the 60 that it would sleep
