@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "CS336_TEST_RUN"
 WATCHED = ("docs", "benchmarks/results", "runs", "tests/data")  # what commands write to; of the root its own entries
-# What torch leaves: torchrun's folder of logs, the error that one of its ranks wrote before it was ended, the compiler's.
+# What torch leaves: torchrun's folder of logs and the error of a rank that it has ended, and the compiler's folder.
 OF_TORCH = re.compile(r"torch(elastic|inductor)_|pytorch-errorfile-")
 PATIENCE = 10.0  # seconds that processes get to end; they take milliseconds
 
