@@ -231,7 +231,7 @@ def require_close(name: str, candidate: Tensor, reference: Tensor, tolerance: fl
     """
     wide = reference.double()
     off, size = (torch.linalg.vector_norm(each).item() for each in (candidate.double() - wide, wide))
-    error = off / size if size else off and math.inf
+    error = off / size if size else math.inf if off else 0.0
     if not error <= tolerance:
         raise WrongResultError(
             f"{name} is off its reference by {error:.2e}, more than {tolerance:.2e}: no speed reported"

@@ -142,9 +142,14 @@ FIRST = (
 collected: dict[str, str] = {}  # the file of each test, which is named "FILE::NAME" without "tests/" and ".py"
 
 
+def file_of(item) -> str:
+    """The file of a test, without `tests/` and `.py`."""
+    return item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+
+
 def pytest_itemcollected(item):
     """Mark a test of the proof and a slow one."""
-    file = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+    file = file_of(item)
     collected[f"{file}::{item.name}"] = file
     if file in PROOF:
         item.add_marker(pytest.mark.proof)
@@ -157,7 +162,7 @@ def pytest_collection_modifyitems(config, items):
     """Begin each worker's share, which pytest-xdist cuts from the list, with files that take longest."""
     workers, by_file = getattr(config, "workerinput", {}).get("workercount", 1), {}
     for item in items:
-        by_file.setdefault(item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix(), []).append(item)
+        by_file.setdefault(file_of(item), []).append(item)
     rest = [item for file, its in by_file.items() if file not in FIRST for item in its]
     left = len(items)
     items.clear()

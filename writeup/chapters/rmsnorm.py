@@ -18,7 +18,7 @@ COLUMNS = (1024, 2048, 4096, 8192)
 
 
 def content(book: Book) -> dict[str, Any]:
-    """What to run where our kernel was not timed, and tables of what others published with the lower bound."""
+    """The command for a kernel that was not timed, and tables of published times beside the lower bound."""
     system = system_preset("H100")
     kernel = book.cite("norms", dtype="fp32").measured.only(candidate="ours")
     return {
