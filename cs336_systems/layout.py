@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 from cs336_systems.presets import ContextType, ModelConfig
 from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction
 
@@ -22,8 +22,7 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
     """Check a `Layout`, or a plan of its kind. Raises UserError, with the numbers, if a field in `counts` is below one,
     if the ZeRO stage does not exist, or if the batch or schedule does not divide."""
     for name in counts:
-        if getattr(spread, name) < 1:
-            raise UserError(f"{name} must be at least 1, not {getattr(spread, name)}")
+        require_count(name, getattr(spread, name))
     if spread.zero not in (0, 1, 2, 3):
         raise UserError(f"ZeRO has stages 0 to 3, not {spread.zero}")
     batch, together = spread.global_batch, spread.micro_batch * spread.dp * spread.ep

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 
 Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -119,8 +119,7 @@ class ModelConfig:
         sizes = "vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"
         least = dict.fromkeys((*sizes, "recompute_every", "expert_every"), 1)
         for name, number in (least | dict.fromkeys(("num_kv_heads", "token_types", "num_experts"), 0)).items():
-            if getattr(self, name) < number:
-                raise UserError(f"{name} must be at least {number}, not {getattr(self, name)}")
+            require_count(name, getattr(self, name), number)
         if self.d_model % self.num_heads and not getattr(self, "head_width", 0):  # of `cost.shape`
             raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
         if self.num_heads % self.kv_heads:

@@ -51,6 +51,8 @@ def zero(
     """
     if isinstance(stage, float) or stage not in range(len(STAGES)):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage!r}")
+    if not callable(optimizer_cls):
+        raise UserError(f"the optimizer's class is needed, such as torch.optim.AdamW, not {optimizer_cls!r}")
     parameters, gradients, optimizer = STAGES[stage]
     wrapped: DataParallel | FSDP
     if parameters == SHARDED:

@@ -52,6 +52,10 @@ def refusal_case(group) -> None:
         with pytest.raises(UserError, match=f"ZeRO has stages 0 to 3, not {stage!r}"):
             zero(Net(), torch.optim.SGD, stage, lr=0.1)
     assert isinstance(zero(Net(), torch.optim.SGD, np.int64(3), lr=0.1)[0], FSDP)
+    with pytest.raises(UserError, match=r"the optimizer's class is needed, such as torch.optim.AdamW, not 'sgd'"):
+        zero(Net(), "sgd", 1)
+    with pytest.raises(UserError, match=r"`apart` are parameters of the module, which 2 of them are not"):
+        zero(Net(), torch.optim.SGD, 1, apart=["weight", nn.Parameter(torch.ones(2))])
     for layout in ("flat", "whole"):
         embedding = nn.Embedding(4, 2, sparse=True)
         optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, layout=layout, lr=0.1)

@@ -16,7 +16,7 @@ import torch
 from cs336_systems.comm.agreement import subgroup
 from cs336_systems.comm.group import Group, default_group, has_tags
 from cs336_systems.comm.verbs import receive, send
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 
 AXES = ("pp", "dp", "ep", "cp", "tp")  # from slowest to fastest: neighbours along the last are neighbouring ranks
 
@@ -94,9 +94,9 @@ class Mesh:
 def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, dp: int | None = None) -> dict[str, int]:
     """Size of every axis, in the order of AXES. Raises UserError as `Mesh` does."""
     given = {"tp": tp, "pp": pp, "ep": ep, "cp": cp} | ({} if dp is None else {"dp": dp})
+    for axis, size in given.items():
+        require_count(axis, size)
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items() if axis != "cp" or size != 1)
-    if bad := [axis for axis, size in given.items() if size < 1]:
-        raise UserError(f"{bad[0]} must be at least 1, not {given[bad[0]]}")
     product, ending = math.prod(given.values()), "s" * (ranks > 1)
     if dp is None and ranks % product:
         help = f"start a multiple of {product}, or lower a degree"

@@ -125,6 +125,7 @@ def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
 def _message(
     verb: str, source: int, to: int, tensor: Tensor, group: Group, label: str, begin: Callable[..., Any]
 ) -> Work:
+    _require_rank(to if verb == "send" else source, group)
     # Counted by sender, receiver and label, not in the group's own count, which must stay equal on all its ranks.
     number, tag = _tag(f"message {source} to {to} {label} {tensor.numel()} {tensor.dtype}", group)
     work = Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number)
@@ -171,6 +172,11 @@ def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction
     if reduction == "mean" and not (flat.is_floating_point() or flat.is_complex()):
         raise ValueError(f"a mean needs a floating-point dtype, not {flat.dtype}: use reduction='sum'")
     return flat.detach().view(-1)
+
+
+def _require_rank(rank: int, group: Group) -> None:
+    if not 0 <= rank < group.size():
+        raise ValueError(f"rank {rank} does not exist in a group of {group.size()}")
 
 
 def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:
@@ -247,6 +253,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
     """Replace the tensor, of any dtype, by that of the group's rank `source`."""
+    _require_rank(source, group)
     with _collective("broadcast", tensor, group, label, alike=(source, tensor.numel())) as work:
         if group.size() > 1 and tensor.numel():
             sent = tensor.contiguous()
@@ -284,9 +291,8 @@ def _tag_of(work: Work) -> int:
 
 def _exchange(outbox: Sequence[Tensor], inbox: Sequence[Tensor], work: Work) -> list[Any]:
     """Send outbox[r] to every other rank r and receive inbox[r] from it, starting with the next rank."""
-    group = work.group
+    group, tag = work.group, _tag_of(work)
     ranks, me, around = group.size(), group.rank(), range(1, group.size())
-    tag = _tag_of(work)
     if not outbox[0].numel():
         return []
     receive = [dist.irecv(inbox[(me - i) % ranks], group=group, tag=tag, group_src=(me - i) % ranks) for i in around]

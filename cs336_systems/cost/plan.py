@@ -11,7 +11,7 @@ from math import ceil, gcd, prod
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 from cs336_systems.layout import check_divides, check_experts, check_spread
 from cs336_systems.presets import ModelConfig, Recompute
 
@@ -81,8 +81,7 @@ class Plan:
             raise UserError(f"no module to recompute is called {unknown[0]!r}: choose from {', '.join(MODULES)}")
         if min(self.layers, default=0) < 0:
             raise UserError(f"layers {' '.join(map(str, self.layers))}: a stage cannot have fewer than 0")
-        if self.shard < 0:
-            raise UserError(f"shard must be at least 0, not {self.shard}")
+        require_count("shard", self.shard, 0)
         if self.shard and not self.zero:
             raise UserError(f"a shard of {self.shard} replicas needs a ZeRO stage from 1 to 3, which splits over them")
         if self.shard and self.replicas % self.shard:

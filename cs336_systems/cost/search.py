@@ -18,7 +18,7 @@ from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
 from cs336_systems.cost.search_space import AXES, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, Case
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import check_experts
 from cs336_systems.presets import ModelConfig, Recompute
@@ -193,10 +193,12 @@ def search(
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     for name, value in (("gpus", gpus), ("limit", limit)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
+        require_count(name, value)
     for axis in (name for name in rest if name in AXES):
         raise UserError(f"{axis} is a choice of a search: hold it with fixed={{{axis!r}: {rest[axis]!r}}}")
+    for axis, value in (fixed or {}).items():
+        if axis not in ("recompute", "placement"):
+            require_count(axis, value, 0)
     rest["overlap"] = rest.get("overlap") or system.overlap
     whole = Space(config, seq, gpus, Plan(global_batch=global_batch, **rest), system.node, fixed or {})
     check_experts(config, whole.fixed.get("ep", 1))

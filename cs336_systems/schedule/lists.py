@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
 Kind = Literal["forward", "backward", "weights"]
@@ -137,8 +137,7 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, stage: int = 
     if name not in NAMES:
         raise UserError(f"no schedule is called {name!r}: choose from {', '.join(NAMES)}")
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if count < 1:
-            raise UserError(f"{what} must be at least 1, not {count}")
+        require_count(what, count)
     if not 0 <= stage < stages:
         raise UserError(f"stage {stage} does not exist: the {stages} stages are 0 to {stages - 1}")
     if (own := CHUNKS.get(name, chunks)) != chunks:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from cs336_systems.comm import agree, all_gather, all_reduce, all_to_all, broadcast, record, reduce_scatter
+from cs336_systems.comm import agree, all_gather, all_reduce, all_to_all, broadcast, record, reduce_scatter, subgroup
 from cs336_systems.comm import store as stores
 from cs336_systems.comm.store import wait_for
+from cs336_systems.comm.verbs import receive
 from cs336_systems.errors import UserError
 from tests.support import ranks
 
@@ -243,15 +244,20 @@ def sizes_case(group) -> None:
 
 def wrong_case(group) -> None:
     whole, odd = torch.ones(4, dtype=torch.int64), torch.ones(2 * group.size() + 1)
-    for verb, tensor, reduction, message in (
-        (all_reduce, odd, {"reduction": "median"}, "no reduction is called 'median'"),
-        (all_reduce, whole, {}, "a mean needs a floating-point dtype, not torch.int64"),
-        (all_reduce, torch.ones(2, 3).t(), {}, "a tensor of shape (3, 2) is not contiguous"),
-        (all_gather, odd, {}, "5 elements do not divide into slices of 2 ranks"),
-        (reduce_scatter, odd, {}, "5 elements do not divide into slices of 2 ranks"),
+    for call, message in (
+        (lambda: all_reduce(odd, group, reduction="median"), "no reduction is called 'median'"),
+        (lambda: all_reduce(whole, group), "a mean needs a floating-point dtype, not torch.int64"),
+        (lambda: all_reduce(torch.ones(2, 3).t(), group), "a tensor of shape (3, 2) is not contiguous"),
+        (lambda: all_gather(odd, group), "5 elements do not divide into slices of 2 ranks"),
+        (lambda: reduce_scatter(odd, group), "5 elements do not divide into slices of 2 ranks"),
+        (lambda: broadcast(odd, 2, group), "rank 2 does not exist in a group of 2"),
+        (lambda: receive(odd, -1, group, "no"), "rank -1 does not exist in a group of 2"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            verb(tensor, group, **reduction)
+            call()
+    for chosen in ([], [0, 0], [1, 2]):
+        with pytest.raises(UserError, match=r"a group needs ranks from 0 to 1, each once, not \["):
+            subgroup(chosen)
 
 
 def test_wrong_arguments_are_named_before_ranks_meet():

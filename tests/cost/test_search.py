@@ -156,14 +156,15 @@ def test_held_choices():
     got = search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 2, "recompute": "none", "zero": 1})
     assert {(each.plan.tp, each.step.config.recompute, each.plan.zero) for each in got.best} == {(2, "none", 1)}
     assert got.tried < found(MODEL).tried
-    with pytest.raises(UserError, match="no layout of 4 accelerators has --tp 3"):
-        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 3})
-    with pytest.raises(UserError, match="nothing divides over 4 accelerators with --micro-batch-size 5: a batch"):
-        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"micro_batch": 5})
-    with pytest.raises(UserError, match="ep 2 splits experts, and the model has none"):
-        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"ep": 2})
-    with pytest.raises(UserError, match="color is none of the choices"):
-        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"color": 3})
+    for fixed, message in (
+        ({"tp": 3}, "no layout of 4 accelerators has --tp 3"),
+        ({"micro_batch": 5}, "nothing divides over 4 accelerators with --micro-batch-size 5: a batch"),
+        ({"micro_batch": "2"}, "micro_batch must be a whole number, not '2'"),
+        ({"ep": 2}, "ep 2 splits experts, and the model has none"),
+        ({"color": 3}, "color is none of the choices"),
+    ):
+        with pytest.raises(UserError, match=message):
+            search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed=fixed)
     for fixed in ({"micro_batch": 3}, {"micro_batch": 32}, {"chunks": 17, "pp": 2}):  # of which a search tries none
         axis, value = next(iter(fixed.items()))
         deep = search(MODEL.override(num_layers=34), SEQ, system_preset("H100"), GPUS, 96, fixed=fixed, limit=200)
