@@ -15,7 +15,7 @@ from benchmarks import two_nodes
 from benchmarks.two_nodes import TwoNodesSettings, namespaces
 from cs336_systems import comm
 from cs336_systems.comm import Place, all_gather, all_reduce, distributed
-from tests.benchmarks.test_two_nodes import able, ours
+from tests.benchmarks.test_two_nodes import able, namespaces_of
 from tests.comm.test_startup import free_port
 from tests.support import ranks
 
@@ -121,7 +121,7 @@ def test_a_wire_that_is_cut_for_three_seconds_changes_no_bit():
         (quiet, cut), other = ranks.run_alone(cut_case, 2, names=names, down=3, timeout=30.0)
     assert quiet == cut
     assert other == [quiet, cut]
-    assert ours() == []
+    assert namespaces_of(os.getpid()) == []
 
 
 @needs_root
@@ -135,4 +135,4 @@ def test_a_wire_that_is_cut_for_good_ends_both_nodes():
         first = text.splitlines()[0]
         assert first.startswith(f"rank {rank} waited in "), first
         assert f"; no news from rank {1 - rank}, which is on another machine (" in first
-    assert ours() == []
+    assert namespaces_of(os.getpid()) == []
