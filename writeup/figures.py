@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
+from math import isfinite
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
@@ -121,10 +122,11 @@ def _svg(canvas: Canvas) -> str:
 def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:
     """Make both axes logarithmic with plain numbers: ticks at `places` of x, and labels `x` and `y`."""
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(list(places), [f"{place:,.0f}" for place in places])
+    if isfinite(axes.dataLim.minposy):  # where records are missing there may be nothing to draw
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set_xlabel(x)
     axes.set_ylabel(y)

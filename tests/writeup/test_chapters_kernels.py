@@ -112,6 +112,11 @@ def test_without_records_each_says_what_to_run(tmp_path, name, undrawn):
     assert "†" not in text
 
 
+def test_a_sweep_that_was_stopped_after_its_first_pass_is_drawn(tmp_path):
+    append_record(attention("eager", "forward", 512, 2.0), open_records(tmp_path / "test-gpu", "attention"))
+    assert "flash-attention" in chapter(Book(tmp_path, "test-gpu"), "flash-attention")[1]
+
+
 def test_a_comparison_without_bf16_is_unmeasured(tmp_path):
     results = tmp_path / "results"
     shutil.copytree(RESULTS, results)
