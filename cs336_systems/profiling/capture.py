@@ -152,6 +152,8 @@ class Capture:
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step; the profiler runs from the last of the warm-up on, and the trace of that step is dropped."""
+        if not hasattr(self, "taken"):
+            raise UserError("a step is captured inside `with Capture(...) as capture:`")
         self.stepwise = True
         if self.taken == self.warmup - 1:
             self._start()
