@@ -27,6 +27,18 @@ local function numbered(element)
   return element
 end
 
+-- In the order in which they stand on paper, where what is folded away comes last.
+local function number_all(document)
+  for _, later in ipairs({ false, true }) do
+    for place, block in ipairs(document.blocks) do
+      if (block.t == "Div" and block.classes:includes("details")) == later then
+        document.blocks[place] = pandoc.Blocks({ block }):walk({ Figure = numbered, Table = numbered })[1]
+      end
+    end
+  end
+  return document
+end
+
 local function link(element)
   if FORMAT == "typst" and element.target:match("^#test%-") then
     return element.content -- the listing is on the page only
@@ -141,7 +153,7 @@ local function moved(document)
 end
 
 return {
-  { traverse = "topdown", Figure = numbered, Table = numbered },
+  { Pandoc = number_all },
   { Link = link, Image = image, Span = harmless, Code = harmless, CodeBlock = harmless },
   { Pandoc = moved },
   { Table = table_, Header = header, Div = div },

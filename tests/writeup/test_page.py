@@ -154,6 +154,20 @@ def test_text_of_others_stays_text(tmp_path):
     assert json.loads(typst.query(tmp_path / "paper.typ", "figure", field="numbering")) == [None]
 
 
+def test_tables_are_numbered_as_they_stand_on_paper(tmp_path):
+    """Also on the page, where what is folded away, and stands in the appendix on paper, comes earlier."""
+
+    def table(name: str) -> str:
+        return f"| a |\n|:--|\n| 1 |\n: []{{#{name}}}{name}\n\n"
+
+    folded = f'::: {{.details title="More"}}\n{table("folded")}:::\n\n'
+    text = f"## One {{#one}}\n\n{folded}{table('open')}"
+    write_html(Manuscript(text), tmp_path / "index.html")
+    for shown in ((tmp_path / "index.html").read_text(), typst_of(Manuscript(text), tmp_path)):
+        found = re.findall(r"Table (\d)\.\W*(open|folded)", re.sub(r"<[^>]*>", "", shown))
+        assert sorted(found) == [("1", "open"), ("2", "folded")]
+
+
 def test_pictures_lie_below_the_records():
     names = ("profiling/tiny-none-naive", "profiling/2.7B-none", "../x", "/etc", "a/../../b", "a\nb", "")
     assert [name for name in names if BELOW.fullmatch(name)] == [*names[:2]]
