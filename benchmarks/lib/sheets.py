@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 def machine(record: Record) -> str:
     """`AMD EPYC, 2 cores, torch 2.13.0, commit abcdef0`: where a record was measured."""
     where = record.environment
-    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
+    commit = f"{str(where['commit'] or 'unknown')[:7]}{' with changes' if where['dirty'] else ''}"
     return f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
 
 
