@@ -134,16 +134,16 @@ def test_the_numbers_of_fairseqs_evaluation():
     assert "one-hot products" not in ours
 
 
-def test_the_experts_of_15_billion_parameters_do_not_fit_one_gpu():
-    layout = Layout(global_batch=8, micro_batch=1, ep=8)
-    parts = fullest(Recipe.of(context=2048), FAIRSEQ, layout)
+def test_experts_that_do_not_fit_one_gpu_are_refused():
+    layout, config = Layout(global_batch=8, micro_batch=1, ep=8), replace(FAIRSEQ, num_layers=4)
+    parts = fullest(Recipe.of(context=2048), config, layout)
     needed = sum(parts.values())
-    assert needed > 4 * 4 * 14.51e9 / 8
+    assert needed > 4 * 4 * count_parameters(config)["experts"] / 8 > 2e9
     with pytest.raises(UserError) as refused:
-        require_layout_fits("fairseq-moe-15b", FAIRSEQ, layout, 2048, parts, needed - 1)
+        require_layout_fits("fairseq-moe-15b", config, layout, 2048, parts, needed - 1)
     assert "at tp 1 x pp 1 x dp 1 x ep 8 needs" in str(refused.value)
     assert "raise --ep, --tp, --pp or --zero" in str(refused.value)
-    require_layout_fits("fairseq-moe-15b", FAIRSEQ, layout, 2048, parts, needed)
+    require_layout_fits("fairseq-moe-15b", config, layout, 2048, parts, needed)
 
 
 def test_a_dry_run_counts_experts_and_their_messages():
