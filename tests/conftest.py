@@ -65,7 +65,6 @@ SLOW = (
     "comm/test_faults_network",
     "comm/test_faults_ranks::test_torchrun_that_is_killed",
     "comm/test_flight_recorder::test_a_living_rank_tells_other_machines_of_its_neighbours[True",
-    "cost/test_closed_forms::test_the_experts_of_15",
     "cost/test_course::test_ends",
     "cost/test_course::test_published_measurements",
     "cost/test_course::test_published_numbers[pass-memory",

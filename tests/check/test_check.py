@@ -275,7 +275,7 @@ def test_a_hang_is_no_verdict_and_later_a_weak_point(name):
     report = ending(HANGS[name], timeout=0.5)
     assert report.exit_code() == 2
     assert re.search("did not end|hung and was killed", str(report))
-    verdict = ending(HANGS[name], "frozen", only="frozen later", timeout=0.5).of("frozen later")
+    verdict = ending(HANGS[name], "frozen", only="frozen later", timeout=patience(0.5)).of("frozen later")
     assert (verdict.status, "hung and was killed" in verdict.says or "did not end" in verdict.says) == ("weak", True)
 
 

@@ -28,7 +28,7 @@ from cs336_systems.presets import COURSE_YEARS, Mixture, ModelConfig, model_pres
 
 # No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
 BATCH, SEQ = 5, 8
-SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=5, num_heads=4)
+SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=3, num_heads=4)
 GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
 LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
 BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}
@@ -36,7 +36,7 @@ DENSE = [{}, GPT2, LLAMA, BERT, {"positions": "sinusoidal"}, {"positions": "none
 
 
 def sparse(mixture: dict, **changes) -> ModelConfig:
-    given = {"num_layers": 4, "num_experts": 4, "expert_every": 2} | changes
+    given = {"num_experts": 4, "expert_every": 2} | changes
     return replace(SMALL, mixture=Mixture(**mixture), **given)
 
 
@@ -73,7 +73,7 @@ def test_parameters_equal_the_model(config):
 @pytest.mark.parametrize("year", COURSE_YEARS)
 def test_parameters_of_every_preset_equal_the_model(year):
     for name in preset_names(year):
-        config = replace(model_preset(name, year), num_layers=4)
+        config = replace(model_preset(name, year), num_layers=2)
         model = TransformerLM(config, device="meta")
         assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters()), name
 
@@ -116,7 +116,7 @@ def test_flops_equal_torch_counter(config):
 @pytest.mark.parametrize("recompute", ["attention", "segments", "nested"])
 @pytest.mark.parametrize(
     "config",
-    [replace(SMALL, num_layers=1), SMALL, *(replace(SPARSE[i], num_layers=5) for i in (0, 3, 4))],
+    [replace(SMALL, num_layers=1), replace(SMALL, num_layers=5), *(SPARSE[i] for i in (0, 3, 4))],
     ids=["one layer", "dense", "experts", "shared expert", "einsum"],
 )
 @pytest.mark.usefixtures("in_float64")

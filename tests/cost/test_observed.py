@@ -15,13 +15,13 @@ from tests.support.traffic_cases import in_turn
 
 # No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
 BATCH, SEQ = 5, 8
-SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=2, num_heads=4)
+SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=1, num_heads=4)
 GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
 LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
 BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}
-SPARSE = {"num_experts": 4, "expert_every": 2}
+SPARSE = {"num_experts": 4, "expert_every": 1}
 VARIANTS = {
-    "rmsnorm": {},
+    "rmsnorm": {"num_layers": 2},
     "gpt2": GPT2,
     "llama": LLAMA,
     "bert": BERT,
@@ -32,7 +32,10 @@ VARIANTS = {
     "selective": {"recompute": "attention"},
     "experts": SPARSE | {"mixture": Mixture(expert_d_ff=64, shared_expert=True)},
     "capacity": SPARSE | GPT2 | {"mixture": Mixture(capacity_factor=1.0)},
-    "one-hot experts": SPARSE | GPT2 | {"mixture": Mixture(dispatch="einsum", capacity_factor=1.5)},
+    "one-hot experts": SPARSE
+    | GPT2
+    | {"num_layers": 2, "expert_every": 2}
+    | {"mixture": Mixture(dispatch="einsum", capacity_factor=1.5)},
 }
 
 

@@ -242,7 +242,7 @@ def test_the_overlap_is_the_machine_s():
     ],
 )
 def test_the_printed_command_predicts_the_same(options):
-    asked = ["--gpus", "8", "--batch-size", "16", "--limit", "1000", *options]
+    asked = ["--gpus", "8", "--batch-size", "16", "--limit", "300", *options]
     record = json.loads(CliRunner().invoke(command, [*asked, "--json"], catch_exceptions=False).stdout)
     assert {each["plan"]["sequence"] for each in record["best"]} >= {"--sequence-parallel" in options}
     for each in [*record["best"], *(loss["best"] for loss in record["losses"] if loss["best"])]:

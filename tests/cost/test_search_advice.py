@@ -30,12 +30,12 @@ def refusal(capsys, arguments: str) -> str:
 
 
 def test_a_limit_that_left_out_what_fits_is_named(capsys):
-    asked = "--size gpt3-175b --gpus 512 --batch-size 512 --zero 0"
-    line = refusal(capsys, f"{asked} --limit 40")
-    assert "some does that --limit 40 left out" in line
-    assert re.search(r"\d+ of 220 layouts", line)
+    asked = "--size llama-8b --gpus 16 --batch-size 16 --zero 0"
+    line = refusal(capsys, f"{asked} --limit 3")
+    assert "some does that --limit 3 left out" in line
+    assert re.search(r"\d+ of 35 layouts", line)
     advised = int(re.search(r"--limit (\d+) tries every layout", line)[1])
-    got = search(GPT3, 2048, A100, 512, 512, fixed={"zero": 0}, limit=advised)
+    got = search(LLAMA, LLAMA.context_length, A100, 16, 16, fixed={"zero": 0}, limit=advised)
     assert got.running
     assert not any("layouts" in each for each in got.left_out)
 
@@ -75,7 +75,7 @@ def test_what_would_fit_keeps_what_is_held(capsys):
     line = refusal(capsys, "--size gpt3-175b --gpus 32 --tp 2 --zero 0 --recompute none")
     enough = int(line.split("it would fit on ")[1])
     fixed = {"tp": 2, "zero": 0, "recompute": "none"}
-    assert search(GPT3, 2048, A100, enough, 512, fixed=fixed).running
+    assert search(GPT3, 2048, A100, enough, 512, fixed=fixed, limit=500).running
     assert enough > Space(GPT3, 2048, 32, Plan(global_batch=512), 8).gpus_needed(A100)
 
 

@@ -69,14 +69,6 @@ def require_equal(q, k, v, grad, is_causal=False, function=FlashAttention2):
         assert ((each.double() - right).abs() <= off + torch.finfo(q.dtype).tiny).all(), name
 
 
-@BOTH
-def test_tiles_by_finite_differences(is_causal, monkeypatch):
-    monkeypatch.setattr(tiled_attention, "QUERY_TILE", 4)
-    monkeypatch.setattr(tiled_attention, "KEY_TILE", 3)
-    leaves = [t.double().requires_grad_() for t in inputs(9, 8, 3, leading=(1,))[:3]]
-    assert torch.autograd.gradcheck(lambda *qkv: TiledAttentionFunction.apply(*qkv, is_causal), leaves)
-
-
 def test_tiles_above_the_diagonal_are_not_computed(monkeypatch):
     seen, scores = [], tiled_attention.scores
     monkeypatch.setattr(tiled_attention, "scores", lambda q, k, *tiles: seen.append(tiles) or scores(q, k, *tiles))
@@ -84,10 +76,9 @@ def test_tiles_above_the_diagonal_are_not_computed(monkeypatch):
     assert len(seen) == 3 * (2 + 4 + 6)  # three passes; tiles of 64 queries see 2, 4 and 6 tiles of 32 keys
 
 
-@BOTH
 @pytest.mark.parametrize("dim", [1, 16, 32, 40, 64, 100, 128])
-def test_any_dim(dim, is_causal):
-    require_equal(*inputs(40, 35, dim, leading=(1,)), is_causal)
+def test_any_dim(dim):
+    require_equal(*inputs(40, 35, dim, leading=(1,)), dim in (16, 40, 100))
 
 
 @FUNCTIONS
@@ -97,12 +88,12 @@ def test_any_length(queries, keys, is_causal, function):
     require_equal(*inputs(queries, keys, 16, leading=(1 + (queries < 40),)), is_causal, function)
 
 
-@BOTH
+@FUNCTIONS
 @pytest.mark.parametrize(("dim", "seq"), [(16, 200), (64, 65), (128, 40)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, dim, seq, is_causal):
-    for function in (FlashAttention2, TiledAttentionFunction):
-        require_equal(*inputs(seq, seq, dim, (1,), dtype), is_causal, function)
+def test_half_precision(dtype, dim, seq, function):
+    is_causal = (dtype == torch.float16) == (dim == 64)
+    require_equal(*inputs(seq, seq, dim, (1,), dtype), is_causal, function)
 
 
 @BOTH
@@ -122,7 +113,7 @@ def test_float32_is_multiplied_as_torch_does_and_tiles_fit_the_padding():
         assert all(flash_attention.PADDING % queries == 0 for queries, *_ in tiles)
 
 
-@pytest.mark.parametrize("leading", [(), (1,), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3)], ids=str)
 def test_any_leading_dimensions(leading):
     q, k, v, grad = inputs(9, 20, 16, leading)
     require_equal(q, k, v, grad, True)
@@ -284,21 +275,22 @@ def test_tiles_above_the_diagonal_are_not_read():
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
-def test_frozen_inputs(function, wanted, monkeypatch):
-    q, k, v, grad = inputs(20, 20, 16)
-    all_of_them = dict(zip("qkv", ours(q, k, v, grad, True, function)[1:], strict=True))
+def test_frozen_inputs(function, monkeypatch):
+    *qkv, grad = inputs(20, 20, 16, leading=(1,))
+    all_of_them = dict(zip("qkv", ours(*qkv, grad, True, function)[1:], strict=True))
     launched, launch = [], flash_attention.launch
     monkeypatch.setattr(
         flash_attention, "launch", lambda f, *a, **c: launched.append(f.fn.__name__) or launch(f, *a, **c)
     )
-    leaves = {name: t.requires_grad_(name in wanted) for name, t in zip("qkv", (q, k, v), strict=True)}
-    function.apply(*leaves.values(), True).backward(grad)
-    for name, leaf in leaves.items():
-        assert torch.equal(leaf.grad, all_of_them[name]) if name in wanted else leaf.grad is None
-    if function is FlashAttention2:
-        assert ("queries_kernel" in launched) == ("q" in wanted)
-        assert ("keys_kernel" in launched) == (wanted != "q")
+    for wanted in ("q", "k", "v", "qk", "kv"):
+        launched.clear()
+        leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in zip("qkv", qkv, strict=True)}
+        function.apply(*leaves.values(), True).backward(grad)
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.grad, all_of_them[name]) if name in wanted else leaf.grad is None
+        if function is FlashAttention2:
+            assert ("queries_kernel" in launched) == ("q" in wanted)
+            assert ("keys_kernel" in launched) == (wanted != "q")
 
 
 @FUNCTIONS
@@ -319,7 +311,8 @@ def test_operators_keep_their_promises():
     o, log_sum_exp = flash_attention.flash_attention(q, k, v, True)
     for needed in ((True, True), (False, True), (True, False)):
         arguments = (grad, q, k, v, o, log_sum_exp, True, *needed)
-        torch.library.opcheck(flash_attention.flash_attention_backward, arguments)
+        quick = {} if all(needed) else {"test_utils": ("test_schema", "test_faketensor")}  # without tracing it again
+        torch.library.opcheck(flash_attention.flash_attention_backward, arguments, **quick)
 
 
 @FUNCTIONS

@@ -1,4 +1,4 @@
-"""The reference maths against torch's own and against finite differences; all kernels refuse second derivatives."""
+"""The reference maths against torch's own, and in half precision."""
 
 import pytest
 import torch
@@ -16,11 +16,6 @@ def test_rmsnorm_equals_torch(shape):
     assert got.shape == x.shape
     if x.numel():
         assert relative_error(got, want) < bound(torch.float64, stages=6, longest_sum=shape[-1])
-
-
-def test_rmsnorm_gradients():
-    x, g = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((4, 6), (6,)))
-    assert torch.autograd.gradcheck(rmsnorm, (x, g))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
