@@ -4,7 +4,7 @@ an error that names the cause, before the optimizer can step. CASES lists each c
 import pytest
 import torch
 
-from tests.support.fault_cases import ALL, MODES, REDUCES_EARLY, SCATTERS, Case, Run, check
+from tests.support.fault_cases import ALL, KINDS, MODES, REDUCES_EARLY, SCATTERS, Case, Run, check
 from tests.test_faults_ddp import USED_EARLY
 
 REDUCED = " | ".join(REDUCES_EARLY)
@@ -236,16 +236,18 @@ NOT_SYNCHRONISED = "step() before "
 MANY = (*REDUCES_EARLY, *SCATTERS)  # modes that add the mean of one backward to that of another
 
 CASES = {
-    "accumulation in no_sync": Case(accumulate, inexact=("stage 3",)),
+    "accumulation in no_sync": Case(accumulate, inexact=("stage 3",), modes=ALL),
     "exception inside no_sync, then a normal step": Case(fail_in_no_sync),
     "gradients kept over a step without a clone": Case(keep_over_a_step, {" | ".join(SCATTERS[:-1]): "rests sharded"}),
-    "gradients kept over a backward in no_sync": Case(keep_in_no_sync, modes=ALL[:-1]),
+    "gradients kept over a backward in no_sync": Case(keep_in_no_sync, modes=KINDS[:-1]),
     "two backward passes without no_sync": Case(two_backwards(), inexact=MANY),
     "two backward passes, a layer unused in both on one rank": Case(two_backwards(True, True), inexact=MANY),
     "two backward passes, a layer unused in the first on one rank": Case(two_backwards(True, False), inexact=MANY),
-    "two backward passes, a layer unused in the second on one rank": Case(two_backwards(False, True), inexact=MANY),
+    "two backward passes, a layer unused in the second on one rank": Case(
+        two_backwards(False, True), inexact=MANY, modes=ALL
+    ),
     "two forwards, then one backward": Case(two_forwards(together=True)),
-    "two forwards, then two backwards": Case(two_forwards(), inexact=MANY),
+    "two forwards, then two backwards": Case(two_forwards(), inexact=MANY, modes=ALL),
     "two forwards, then two backwards, a layer unused on one rank": Case(
         two_forwards(skip=True), {"stage 3": "waited in"}, inexact=MANY, waits=True
     ),
@@ -255,14 +257,14 @@ CASES = {
     "optimizer.zero_grad(set_to_none=False)": Case(zero_in_place(of_model=False)),
     "model.zero_grad(set_to_none=False)": Case(zero_in_place(of_model=True)),
     "5 batches on one rank, 3 on the other": Case(uneven, "ended after", modes=("bucketed", "stage 3"), waits=True),
-    "backward fails, retry on top": Case(retry(""), inexact=MANY),
+    "backward fails, retry on top": Case(retry(""), inexact=MANY, modes=ALL),
     "backward fails at other places, retry on top": Case(retry("", ("early", "late")), inexact=MANY),
     "backward fails, optimizer.zero_grad(), retry": Case(retry("optimizer")),
     "backward fails at other places, optimizer.zero_grad(), retry": Case(
         retry("optimizer", ("early", "late")), waits=True
     ),
     "backward fails, optimizer.zero_grad(set_to_none=False), retry": Case(
-        retry("optimizer", set_to_none=False), {"overlapped": CHANGED, "stage 3": USED_EARLY}
+        retry("optimizer", set_to_none=False), {"overlapped": CHANGED, "stage 3": USED_EARLY}, modes=ALL
     ),
     "backward fails, model.zero_grad(), retry": Case(retry("model")),
     "backward fails at other places, model.zero_grad(), retry": Case(retry("model", ("early", "late"))),
@@ -276,17 +278,17 @@ CASES = {
         retry("model", ("", "late")), {"overlapped": VOTE}, modes=("naive", "overlapped"), waits=True
     ),
     "backward fails on all ranks, its gradients are used": Case(give_up),
-    "backward fails on one rank, which ends": Case(one_rank_dies, "a backward that fails", modes=ALL, waits=True),
+    "backward fails on one rank, which ends": Case(one_rank_dies, "a backward that fails", waits=True),
     "a batch dropped by optimizer.zero_grad()": Case(skip_batch("optimizer")),
     "a batch dropped by optimizer.zero_grad(), a layer unused in it on one rank": Case(
         skip_batch("optimizer", skip=True)
     ),
     "a batch dropped by optimizer.zero_grad(set_to_none=False)": Case(
-        skip_batch("optimizer", set_to_none=False), {REDUCED: CHANGED, "stage 3": USED_EARLY}
+        skip_batch("optimizer", set_to_none=False), {REDUCED: CHANGED, "stage 3": USED_EARLY}, modes=ALL
     ),
     "a batch dropped by model.zero_grad()": Case(skip_batch("model")),
-    "optimizer.zero_grad() between two backward passes": Case(drop_between_two, {REDUCED: DROPPED}),
-    "optimizer.zero_grad() after backward, then finish": Case(drop_then_finish(), {REDUCED: DROPPED}),
+    "optimizer.zero_grad() between two backward passes": Case(drop_between_two, {REDUCED: DROPPED}, modes=ALL),
+    "optimizer.zero_grad() after backward, then finish": Case(drop_then_finish(), {REDUCED: DROPPED}, modes=ALL),
     ".grad written to before finish": Case(
         write_before_finish,
         {f"{REDUCED} | stage 2": CHANGED, "stage 2 in small buckets | stage 3": USED_EARLY},

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.fault_cases import ALL, MODES, SCATTERS, Case, Net, Replica, Run, check
+from tests.support.fault_cases import ALL, KINDS, MODES, SCATTERS, Case, Net, Replica, Run, check
 from tests.support.parallel_cases import batch, rows_of
 
 
@@ -400,11 +400,11 @@ DDP = ("naive", "flat", "overlapped", "bucketed")
 FEW = ("overlapped", "stage 2 in small buckets", "stage 3")  # where each case waits for a timeout
 
 CASES = {
-    "tied weights, a layer called twice": Case(steps()),
+    "tied weights, a layer called twice": Case(steps(), modes=ALL),
     "a layer unused on every rank": Case(steps(3, skip=lambda step, rank: step != 1)),
-    "a layer unused on one rank": Case(steps(skip=lambda step, rank: rank == 1)),
+    "a layer unused on one rank": Case(steps(skip=lambda step, rank: rank == 1), modes=ALL),
     "an output that the loss does not use": Case(steps(keep=lambda step, rank: [])),
-    "an output unused on one rank": Case(steps(keep=lambda step, rank: [] if rank == 1 else None), modes=ALL[:-1]),
+    "an output unused on one rank": Case(steps(keep=lambda step, rank: [] if rank == 1 else None), modes=KINDS[:-1]),
     "an output unused on one rank, stage 3": Case(
         steps(keep=lambda step, rank: [] if rank == 1 else None), "waited in", modes=ALL[-1:], waits=True
     ),
@@ -439,7 +439,7 @@ CASES = {
     ),
     "a parameter replaced after wrapping": Case(replace, "last.weight is not the parameter that was wrapped"),
     "evaluation on rank 0 only, with running statistics": Case(
-        evaluate_on_rank_0, make=Normed, modes=ALL[:-1]
+        evaluate_on_rank_0, make=Normed, modes=KINDS[:-1]
     ),
     "evaluation on rank 0 only, stage 3": Case(
         evaluate_on_rank_0, "waited in", make=Normed, modes=ALL[-1:], waits=True
@@ -449,9 +449,9 @@ CASES = {
     "a sparse gradient": Case(steps(), make=Sparse, cls=torch.optim.Adagrad, options={"lr": 0.1}, inexact=ALL),
     "a sparse gradient, SparseAdam": Case(
         steps(), "SparseAdam does not support dense gradients",
-        make=Sparse, cls=torch.optim.SparseAdam, options={"lr": 0.1}, modes=ALL[:4],
+        make=Sparse, cls=torch.optim.SparseAdam, options={"lr": 0.1}, modes=KINDS[:2],
     ),
-    "4 batches on one rank, 2 on the other, join, stages 0 to 2": Case(uneven_with_join, modes=ALL[:-1]),
+    "4 batches on one rank, 2 on the other, join, stages 0 to 2": Case(uneven_with_join, modes=KINDS[:-1]),
     "buffers of 14 dtypes": Case(steps(), make=Buffered),
     "buffers that grow and come on all ranks": Case(same_buffers),
     "a buffer of another size on one rank": Case(

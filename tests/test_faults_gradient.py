@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
+from tests.support.fault_cases import ALL, KINDS, REDUCES_EARLY, SCATTERS, Case, Run, check
 from tests.test_faults_backward import DROPPED, drop_then_finish
 from tests.test_faults_zero import keep_parameters
 
@@ -172,7 +172,7 @@ def zero_module_in_place(run: Run) -> None:
 
 REFUSED = {" | ".join(STAGE_2): "which rests sharded"}
 CASES = {
-    "torch's clip_grad_norm_, stages 0 to 2": Case(then(clip_norm, 3), modes=ALL[:-1], inexact=STAGE_2),
+    "torch's clip_grad_norm_, stages 0 to 2": Case(then(clip_norm, 3), modes=KINDS[:-1], inexact=STAGE_2),
     "torch's clip_grad_norm_ of the optimizer's own groups": Case(then(clip_groups), inexact=SCATTERS),
     "torch's clip_grad_value_": Case(then(clip_value)),
     "gradients scaled in place": Case(then(scale)),

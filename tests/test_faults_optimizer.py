@@ -2,11 +2,15 @@
 ranks have the same gradients, so that one process with the plain optimizer is the reference."""
 
 import copy
+import re
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.buffers.bucket import SHARDED
@@ -20,13 +24,20 @@ from tests.support import ranks
 from tests.support.fault_cases import TOLERANCE, Net
 from tests.support.parallel_cases import loss_of, spread
 
-both_layouts = pytest.mark.parametrize("layout", ["flat", "whole"])
+LAYOUTS = ("flat", "whole")
 
 
 def model_and_optimizer(cls=torch.optim.AdamW, layout: str = "flat", **options) -> tuple[Net, ShardedOptimizer]:
     torch.manual_seed(0)
     model = Net()
     return model, ShardedOptimizer(model.parameters(), cls, layout=layout, **options)
+
+
+def require_refusal(group, words: str, program: Callable[[], object], error: type = UserError) -> None:
+    """Every rank raises the error, and the next program begins when all have."""
+    with pytest.raises(error, match=re.escape(words)):
+        program()
+    dist.barrier(group)
 
 
 REFUSED = {
@@ -37,7 +48,7 @@ REFUSED = {
     (
         "Muon",
         "flat",
-    ): 'Muon does not treat every element by itself, so a parameter cannot be cut for it; use layout="who',
+    ): "Muon does not treat every element by itself, so a parameter cannot be cut for it; use layout=",
     ("Adafactor", "flat"): "Adafactor does not treat every element by itself",
     ("SGD", "round"): "layout 'round' does not exist",
 }
@@ -56,7 +67,7 @@ def refusal_case(group) -> None:
         zero(Net(), "sgd", 1)
     with pytest.raises(UserError, match=r"`apart` are parameters of the module, which 2 of them are not"):
         zero(Net(), torch.optim.SGD, 1, apart=["weight", nn.Parameter(torch.ones(2))])
-    for layout in ("flat", "whole"):
+    for layout in LAYOUTS:
         embedding = nn.Embedding(4, 2, sparse=True)
         optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, layout=layout, lr=0.1)
         embedding(torch.tensor([1, 2])).sum().backward()
@@ -98,11 +109,16 @@ def test_a_step_with_arguments():
     ranks.run(told_case, 2)
 
 
-def whole_case(group, name: str) -> None:
-    cls, weights = getattr(torch.optim, name), lambda model: [p for p in model.parameters() if p.dim() == 2]
+def whole_case(group) -> None:
+    for cls in (torch.optim.Muon, torch.optim.Adafactor):
+        require_equal_whole(cls)
+
+
+def require_equal_whole(cls: type) -> None:
     torch.manual_seed(0)
     model, reference = Net(), Net()
     reference.load_state_dict(model.state_dict())
+    weights = lambda model: [p for p in model.parameters() if p.dim() == 2]  # noqa: E731
     optimizers = (
         (model, ShardedOptimizer(weights(model), cls, layout="whole", lr=0.1)),
         (reference, cls(weights(reference), lr=0.1)),
@@ -116,9 +132,8 @@ def whole_case(group, name: str) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-def test_whole_parameters_are_right_for_what_cannot_be_cut(name):
-    ranks.run(whole_case, 2, name=name)
+def test_whole_parameters_are_right_for_what_cannot_be_cut():
+    ranks.run(whole_case, 2)
 
 
 def divided_case(group) -> None:
@@ -153,63 +168,62 @@ def test_an_optimizer_that_one_rank_could_not_make_is_not_counted():
     ranks.run(refused_once_case, 2)
 
 
-def two_groups_case(group, layout: str) -> None:
-    model = Net()
-    groups = [{"params": [model.scale]}, {"params": list(model.parameters())}]
-    ShardedOptimizer(groups, torch.optim.SGD, layout=layout, lr=0.1)
+def two_groups_case(group) -> None:
+    for layout in LAYOUTS:
+        model = Net()
+        groups = [{"params": [model.scale]}, {"params": list(model.parameters())}]
+        make = partial(ShardedOptimizer, groups, torch.optim.SGD, layout=layout, lr=0.1)
+        require_refusal(group, "some parameters appear in more than one parameter group", make, ValueError)
 
 
-@both_layouts
-def test_a_parameter_in_two_groups_is_refused(layout):
-    for error in ranks.run_failing(two_groups_case, 2, collective_timeout=10.0, layout=layout):
-        assert error[0] == "ValueError"
-        assert "some parameters appear in more than one parameter group" in error[1]
+def test_a_parameter_in_two_groups_is_refused():
+    ranks.run(two_groups_case, 2)
 
 
-def changed_case(group, layout: str, change: str) -> None:
-    model, optimizer = model_and_optimizer(layout=layout)
-    before = [p.detach().clone() for p in model.parameters()]
-    if change == "cast":
-        model.float()
-    elif change == "moved":
-        model.scale.data = model.scale.data.clone()
-    loss_of(model, 0).backward()
-    try:
+def move(model: Net) -> None:
+    model.scale.data = model.scale.data.clone()
+
+
+def changed_case(group) -> None:
+    for layout in LAYOUTS:
+        for change in (Net.float, move):
+            model, optimizer = model_and_optimizer(layout=layout)
+            before = [p.detach().clone() for p in model.parameters()]
+            change(model)
+            loss_of(model, 0).backward()
+            require_refusal(group, "moved or cast after the sharded optimizer was made", optimizer.step)
+            for old, p in zip(before, model.parameters(), strict=True):
+                assert torch.equal(p, old.to(p.dtype))
+
+
+def test_a_parameter_that_left_its_buffer_is_refused():
+    ranks.run(changed_case, 2)
+
+
+def unfrozen_case(group) -> None:
+    for layout in LAYOUTS:
+        torch.manual_seed(0)
+        model = Net()
+        model.optional.requires_grad_(False)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, layout=layout, lr=0.1)
+        loss_of(model, 0).backward()
         optimizer.step()
-    finally:
-        for old, p in zip(before, model.parameters(), strict=True):
-            assert torch.equal(p, old.to(p.dtype))
+        optimizer.zero_grad()
+        model.optional.requires_grad_(True)
+        loss_of(model, 0).backward()
+        require_refusal(group, "frozen when the sharded optimizer was made", optimizer.step)
 
 
-@both_layouts
-@pytest.mark.parametrize("change", ["cast", "moved"])
-def test_a_parameter_that_left_its_buffer_is_refused(layout, change):
-    for error in ranks.run_failing(changed_case, 2, layout=layout, change=change):
-        assert error[0] == "UserError"
-        assert "moved or cast after the sharded optimizer was made" in error[1]
+def test_a_parameter_unfrozen_later_is_refused():
+    ranks.run(unfrozen_case, 2)
 
 
-def unfrozen_case(group, layout: str) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    model.optional.requires_grad_(False)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, layout=layout, lr=0.1)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.optional.requires_grad_(True)
-    loss_of(model, 0).backward()
-    optimizer.step()
+def few_case(group) -> None:
+    for layout, number in product(LAYOUTS, (1, 2)):
+        require_equal_few(layout, number)
 
 
-@both_layouts
-def test_a_parameter_unfrozen_later_is_refused(layout):
-    for error in ranks.run_failing(unfrozen_case, 2, layout=layout):
-        assert error[0] == "UserError"
-        assert "frozen when the sharded optimizer was made" in error[1]
-
-
-def few_case(group, layout: str, number: int) -> None:
+def require_equal_few(layout: str, number: int) -> None:
     """Fewer parameters, or elements, than ranks."""
     weights = [nn.Parameter(torch.arange(1.0, 3.0)) for _ in range(number)]
     references = [nn.Parameter(p.detach().clone()) for p in weights]
@@ -226,10 +240,8 @@ def few_case(group, layout: str, number: int) -> None:
     optimizers[0].load_state_dict(optimizers[0].state_dict())
 
 
-@both_layouts
-@pytest.mark.parametrize("number", [1, 2])
-def test_fewer_parameters_than_ranks(layout, number):
-    ranks.run(few_case, 3, layout=layout, number=number)
+def test_fewer_parameters_than_ranks():
+    ranks.run(few_case, 3)
 
 
 def closure_case(group) -> None:
@@ -264,7 +276,7 @@ def test_a_closure_that_synchronises_is_right_in_every_stage():
     ranks.run(closure_case, 2)
 
 
-def order_case(group, stage: int, later: bool) -> None:
+def order_case(group) -> None:
     """A group's parameters are in another order on rank 1, as those of a set may be."""
 
     def groups(model: nn.Module) -> list[dict]:
@@ -272,20 +284,17 @@ def order_case(group, stage: int, later: bool) -> None:
         vectors = vectors if group.rank() == 0 else vectors[::-1]
         return [{"params": [p for p in model.parameters() if p.shape != (5,)]}, {"params": vectors}]
 
+    words = "the ranks' optimizer parameters differ: rank 0 has first.bias (5,) torch.float64 in group "
+    for stage in (1, 2):
+        make = partial(zero, Net(), torch.optim.SGD, stage, param_groups=groups, lr=0.1)
+        require_refusal(group, words, make)
     model = BucketedDDP(Net())
-    if later:
-        optimizer = ShardedOptimizer(groups(model)[0]["params"], torch.optim.SGD, lr=0.1)
-        optimizer.add_param_group(groups(model)[1])
-    else:
-        zero(model.unwrap(), torch.optim.SGD, stage, param_groups=groups, lr=0.1)
+    optimizer = ShardedOptimizer(groups(model)[0]["params"], torch.optim.SGD, lr=0.1)
+    require_refusal(group, words, lambda: optimizer.add_param_group(groups(model)[1]))
 
 
-@pytest.mark.parametrize(("stage", "later"), [(1, False), (2, False), (1, True)])
-def test_parameters_in_another_order_on_one_rank_are_refused(stage, later):
-    words = "the ranks' optimizer parameters differ: rank 0 has module.first.bias (5,) torch.float64 in group "
-    for error in ranks.run_failing(order_case, 2, stage=stage, later=later):
-        assert error[0] == "UserError"
-        assert words.replace("module.", "") in error[1]
+def test_parameters_in_another_order_on_one_rank_are_refused():
+    ranks.run(order_case, 2)
 
 
 def crossing_case(group, layout: str) -> None:
@@ -296,7 +305,7 @@ def crossing_case(group, layout: str) -> None:
         optimizer.step()
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_of_two_optimizers_are_not_mixed(layout):
     for error in ranks.run_failing(crossing_case, 2, layout=layout):
         assert "of optimizer 2" in error[1]
@@ -331,9 +340,9 @@ def test_a_copy_is_refused():
 
 def left_out_case(group) -> None:
     model = BucketedDDP(Net(), gradients=SHARDED)
-    ShardedOptimizer([model.module.scale], torch.optim.SGD, lr=0.1, wrapper=model)
+    make = partial(ShardedOptimizer, [model.module.scale], torch.optim.SGD, lr=0.1, wrapper=model)
+    require_refusal(group, "the wrapper synchronises parameters that the optimizer was not given", make)
 
 
 def test_a_wrapper_with_more_parameters_than_the_optimizer_is_refused():
-    for error in ranks.run_failing(left_out_case, 2):
-        assert "the wrapper synchronises parameters that the optimizer was not given" in error[1]
+    ranks.run(left_out_case, 2)

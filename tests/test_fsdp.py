@@ -51,7 +51,7 @@ def freed_case(group) -> None:
     assert [len(unit.shard) for unit in model.sharded] == rows
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_weights_and_gradients_are_freed_after_use(world_size):
     ranks.run(freed_case, world_size)
 
@@ -188,7 +188,7 @@ def state_case(group) -> None:
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.gather_full_params().items())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_whole_state_goes_out_and_in(world_size):
     ranks.run(state_case, world_size)
 
@@ -229,7 +229,7 @@ def load_case(group) -> None:
         assert torch.equal(value, make(seed=0).state_dict()[name]), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_whole_weights_and_own_rows_are_loaded(world_size):
     ranks.run(load_case, world_size)
 

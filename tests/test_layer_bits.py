@@ -90,7 +90,7 @@ def matrices_case(group, dtype: str) -> None:
         )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_split_matrices_have_the_bits_of_their_products_added_in_order(dtype, world):
     ranks.run(matrices_case, world, dtype=dtype)
@@ -129,7 +129,7 @@ def experts_case(group, dtype: str) -> None:
     require_equal_bits({"y": (got, wanted[me]), "rows": (mine.grad, gradients[me]), **found})
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_on_their_ranks_have_the_bits_of_one_process(dtype, world):
     ranks.run(experts_case, world, dtype=dtype)

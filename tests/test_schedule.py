@@ -23,7 +23,7 @@ from cs336_systems.schedule.simulation import LEGEND, ScheduleError
 GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), range(1, 9), range(1, 17))]
 GRID += [("interleaved", p, m, v) for p, m, v in product(range(1, 9), range(1, 17), (2, 3, 4)) if m % p == 0]
 # 12 is a multiple of every v, so that all times are whole numbers and floats compute them exactly.
-TIMES = ((12.0, 24.0), (12.0, 12.0), (12.0, 60.0), (60.0, 12.0))
+TIMES = ((12.0, 24.0), (60.0, 12.0))
 
 
 def actions(text: str) -> list[Action]:
@@ -56,13 +56,12 @@ def test_bubble_and_peak_equal_their_formulas(forward, backward):
         assert ran.peak_live == peaks, (name, p, m, v)
 
 
-@pytest.mark.parametrize("time", [1.0, 12.0])
-def test_zero_bubble_is_idle_for_one_time_of_three(time):
+def test_zero_bubble_is_idle_for_one_time_of_three():
     """Forward and both parts of backward take the same time, of which a stage of 1F1B is idle for 3 (p - 1)."""
     for p, m in product(range(1, 9), range(1, 17)):
-        ran = simulate(schedule("zb-h1", p, m), time, 2 * time)
+        ran = simulate(schedule("zb-h1", p, m), 12.0, 24.0)
         idle = p - 1 if m >= p else 2 * p - 1 - m
-        assert ran.makespan == (3 * m + idle) * time, (p, m)
+        assert ran.makespan == (3 * m + idle) * 12.0, (p, m)
         assert ran.bubble == pytest.approx(bubble_fraction("zb-h1", p, m), rel=1e-12)
         assert ran.peak_live == [min(p, m)] * p, (p, m)
         for stage, actions_of_stage in enumerate(schedule("zb-h1", p, m)):

@@ -53,12 +53,12 @@ def every_stage_case(group, optimizer: str, **options) -> None:
             raise
 
 
-@pytest.mark.parametrize(("optimizer", "world_size"), [("sgd", 2), *(("adamw", each) for each in (1, 2, 3, 4))])
+@pytest.mark.parametrize(("optimizer", "world_size"), [("sgd", 2), *(("adamw", each) for each in (1, 3, 4))])
 def test_training_equals_one_process(optimizer, world_size):
     ranks.run(every_stage_case, world_size, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_accumulated_and_clipped_training_equals_one_process(world_size):
     ranks.run(every_stage_case, world_size, optimizer="adamw", micro=3, clip=0.5)
 
