@@ -34,7 +34,8 @@ def run(*arguments: str) -> int:
 
 
 def test_text_is_learned(in_tmp, capsys):
-    assert run("--steps", "60", "--lr", "3e-3", "--num-layers", "2", "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
+    learn = ("--steps", "60", "--lr", "3e-3", "--num-layers", "2")
+    assert run(*learn, "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
     header, *steps, final = [json.loads(line) for line in (in_tmp / "logs/run.jsonl").read_text().splitlines()]
     assert header["recipe"]["steps"] == 60
     assert len(header["sha256"]) == 64
@@ -308,22 +309,23 @@ def layout_case(group, folder: str, layout: dict) -> None:
     train(recipe.change(log_every=1, eval_iters=2, eval_interval=2, sample_bytes=8))
 
 
-LAYOUTS = {  # of a model of so many layers
-    "lm": (4, {"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}),
-    "packed": (1, {"cp": 2, "tp": 2}),
-    "bert": (2, {"tp": 2, "pp": 2, "micro_batch_size": 2}),
+LAYOUTS = {
+    "lm": ({"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}),
+    "packed": ({"cp": 2, "tp": 2},),
+    "bert": ({"tp": 2, "pp": 2, "micro_batch_size": 2},),
 }
+LAYERS = {"lm": 4, "packed": 1, "bert": 2}
 
 
 @pytest.mark.parametrize("objective", LAYOUTS)
 def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, objective):
     write_text(tmp_path)
-    logs, (layers, *layouts) = [], LAYOUTS[objective]
-    for layout in ({}, *layouts):
+    logs = []
+    for layout in ({}, *LAYOUTS[objective]):
         sizes = {axis: layout.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
         kind = {"objective": "lm", "pack": True} if objective == "packed" else {"objective": objective}
-        kind["num_layers"] = layers
-        ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=layout | kind)
+        settings = layout | kind | {"num_layers": LAYERS[objective]}
+        ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=settings)
         header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
         assert header["mesh"] == {"ep": 1} | sizes
         # What a model would write no rank of a pipeline can say alone.
