@@ -48,12 +48,8 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
     "bf16": ("bf16 dp2 zero2", "bf16", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
-CHOICES = {
-    "gpipe": "schedule",
-    "zb": "schedule",
-    "zbv": "schedule",
-    "segments": "recompute",
-}  # options whose value is a word
+# Options whose value is a word.
+CHOICES = {"gpipe": "schedule", "zb": "schedule", "zbv": "schedule", "segments": "recompute"}
 WORDS = {"zb": "zb-h1"}
 ALL = tuple(layout for layouts in LAYOUTS.values() for layout in layouts)
 
@@ -128,8 +124,8 @@ def write(trainer: Watched, folder: Path, step: int, group) -> Path:
 
 
 def write_case(group, folder: str, layouts: list[str]) -> None:
-    """Two steps, a checkpoint, and a third step, undisturbed; then the third once more, from the checkpoint, by a run
-    that began with another seed."""
+    """Two steps, a checkpoint, and a third step, undisturbed; then the third once more, from the checkpoint: it has the
+    same bits, and nothing of the first one is left. `read_case` has runs that have taken no step before."""
     for layout in layouts:
         trainer = trainer_of(layout, folder)
         for number in range(FIRST):
@@ -137,14 +133,13 @@ def write_case(group, folder: str, layouts: list[str]) -> None:
         checkpoint = open_checkpoint(write(trainer, Path(folder, layout), FIRST, group), group)
         kept = {"place": trainer.mesh.place, "parameters": trainer.weights()}
         figures = step_of(trainer, FIRST)
-        write(trainer, Path(folder, layout), FIRST + 1, group)
+        after = open_checkpoint(write(trainer, Path(folder, layout), FIRST + 1, group), group)
         torch.save(kept | {"figures": figures}, Path(folder, f"{layout}.{group.rank()}"))
 
-        other = trainer_of(layout, folder, seed=1)
-        RunState(other).restore(checkpoint)
-        other.recipe, other.batches = trainer.recipe, trainer.batches  # what was drawn from the other seed
-        assert torch.equal(step_of(other, FIRST), figures), layout
-        require_same_run(other, trainer, layout)
+        state = RunState(trainer)
+        state.restore(checkpoint)
+        assert torch.equal(step_of(trainer, FIRST), figures), layout
+        assert set(distances(state, after).values()) <= {0.0}, layout
 
 
 def optimizer_states(trainer: Watched) -> Iterator[dict]:
@@ -152,21 +147,6 @@ def optimizer_states(trainer: Watched) -> Iterator[dict]:
     for optimizer in trainer.part.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             yield optimizer.state.get(parameter, {})
-
-
-def require_same_run(one: Watched, other: Watched, layout: str) -> None:
-    """Raises AssertionError unless this rank's parameters and optimizer state are equal, to the bit."""
-    weights = other.weights()
-    for name, (tensor, *_) in one.weights().items():
-        assert torch.equal(tensor, weights[name][0]), (layout, name)
-    for mine, theirs in zip(optimizer_states(one), optimizer_states(other), strict=True):
-        assert mine.keys() == theirs.keys(), layout
-        for kind, value in mine.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == theirs[kind].dtype, (layout, kind)
-                assert torch.equal(value, theirs[kind]), (layout, kind)
-            else:
-                assert value == theirs[kind], (layout, kind)
 
 
 def require_same(one: Checkpoint, other: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
