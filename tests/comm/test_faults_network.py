@@ -16,7 +16,6 @@ from benchmarks.two_nodes import TwoNodesSettings, namespaces
 from cs336_systems import comm
 from cs336_systems.comm import Place, all_gather, all_reduce, distributed
 from tests.benchmarks.test_two_nodes import able, namespaces_of
-from tests.comm.test_startup import free_port
 from tests.support import ranks
 
 CLONE_NEWNET = 0x40000000
@@ -43,11 +42,6 @@ def said(host: str, port: int, alone: bool = False) -> str:
     start = f"rank 1 of 2 finds no rank 0 at {host}:{port} within 1 s: "
     assert text.startswith(start)
     return text.removeprefix(start)
-
-
-def test_a_port_on_which_nobody_listens():
-    words = "nobody listens there: is rank 0 running, and are MASTER_ADDR and MASTER_PORT those it was given?"
-    assert said("127.0.0.1", free_port()) == words
 
 
 def test_a_host_that_does_not_exist():

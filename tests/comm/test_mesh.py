@@ -107,19 +107,9 @@ def test_without_tags_what_may_overtake_has_a_connection_of_its_own(faked):
 
 
 REFUSALS = [
-    (
-        (8, 3, 1, 1, 1, None),
-        "tp 3 x pp 1 x ep 1 = 3 does not divide the 8 ranks: start a multiple of 3, or lower a degree",
-    ),
-    (
-        (4, 2, 4, 1, 1, None),
-        "tp 2 x pp 4 x ep 1 = 8 does not divide the 4 ranks: start a multiple of 8, or lower a degree",
-    ),
     ((8, 2, 2, 1, 1, 4), "tp 2 x pp 2 x ep 1 x dp 4 = 16, but there are 8 ranks: start 16, or leave dp out"),
-    ((8, 2, 2, 1, 1, 1), "tp 2 x pp 2 x ep 1 x dp 1 = 4, but there are 8 ranks: start 4, or leave dp out"),
     ((8, 0, 2, 1, 1, None), "tp must be at least 1, not 0"),
     ((8, 1, -2, 1, 1, None), "pp must be at least 1, not -2"),
-    ((8, 1, 2, 0, 1, None), "ep must be at least 1, not 0"),
     (
         (8, 2, 1, 1, 3, None),
         "tp 2 x pp 1 x ep 1 x cp 3 = 6 does not divide the 8 ranks: start a multiple of 6, or lower a degree",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import all_reduce, pairs, record
+from cs336_systems.comm import pairs, record
 from tests.support import ranks
 
 
@@ -103,7 +103,6 @@ def pairs_case(group) -> None:
             run_pair(name, dtype, 0, 0, group)
     if group.size() > 1:
         check_jacobians(group)
-        check_adjoints(group)
         check_refusals(group)
     else:
         x = drawn(1, 2, 3, 2)
@@ -111,7 +110,8 @@ def pairs_case(group) -> None:
 
 
 def check_jacobians(group) -> None:
-    """Every rank differentiates the same function of the x of all ranks, in step; its y are used unlike by rank."""
+    """Every rank differentiates the same function of the x of all ranks twice, in step; its y are used unlike by
+    rank."""
     size, me = group.size(), group.rank()
     for name, (_, same_x, same_y) in meanings(size).items():
 
@@ -122,24 +122,8 @@ def check_jacobians(group) -> None:
 
         x = torch.rand(() if same_x else (size,), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         x = x[..., None, None].expand(*x.shape, 1, size).clone().requires_grad_()
-        assert torch.autograd.gradcheck(everything, x), name
         torch.manual_seed(0)  # the gradients that are drawn are the same on every rank
         assert torch.autograd.gradgradcheck(everything, x), name
-
-
-def check_adjoints(group) -> None:
-    """<A x, g> = <x, A^T g>, with what is alike on every rank counted once. All are whole numbers."""
-    size, me = group.size(), group.rank()
-    for name, (_, same_x, same_y) in meanings(size).items():
-        x = drawn(1 if same_x else 10 + me, 2, 2 * size, 3).requires_grad_()
-        y = call(name, x, group)
-        g = drawn(2 if same_y else 20 + me, *y.shape)
-        (gradient,) = torch.autograd.grad(y, x, g)
-        products = torch.stack([(y * g).sum(), (x * gradient).sum()]).detach()
-        products /= torch.tensor([size if same_y else 1, size if same_x else 1])
-        all_reduce(products, group, "products", "sum").wait()
-        assert products[0] == products[1], name
-        assert products[0] != 0, name
 
 
 def check_refusals(group) -> None:

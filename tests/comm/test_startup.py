@@ -1,11 +1,11 @@
 """Start-up and its failures: places, ports, backends, ranks that never come, come twice, disagree, or are killed. Every
 error names the cause and ends within the timeout, and nothing is left running."""
 
+import atexit
 import importlib.machinery
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from cs336_systems import comm
 from cs336_systems.comm import Place, all_reduce, distributed, find_place, launch, startup
-from cs336_systems.comm.group import _leave_at_exit
 from cs336_systems.errors import UserError
 from tests.support import ranks
 
@@ -95,7 +94,7 @@ def test_a_process_alone_with_too_short_a_timeout_is_told_of_its_own_store(envir
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],big1", "gpu07"), ("a[3],b", "a3"), ("a-b[1,2]", "a-b1")],
+    [("n1", "n1"), ("a[3],b", "a3"), ("a-b[1,2]", "a-b1")],
 )
 def test_the_first_of_slurms_hosts(nodes, host):
     assert startup.first_host(nodes) == host
@@ -155,7 +154,10 @@ def test_a_missing_rank_0_is_named():
     (kind, words), absent = failures(2, {0: (1, 2)}, port)
     assert absent is None
     assert kind == "UserError"
-    assert f"rank 1 of 2 finds no rank 0 at localhost:{port} within 1 s" in words
+    assert words == (
+        f"rank 1 of 2 finds no rank 0 at localhost:{port} within 1 s: nobody listens there: is rank 0 running, and are "
+        "MASTER_ADDR and MASTER_PORT those it was given?"
+    )
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -199,12 +201,10 @@ def test_ranks_join_leave_and_join_again(world):
     assert ranks.run_alone(again_case, world, port=free_port()) == [[(world - 1) / 2] * 3] * world
 
 
-def killed_case(group, how: str) -> None:
+def slow_case(group) -> None:
     comm.agreement.EXPLAIN_SECONDS = 0.3
     for step in range(3):
         if step == 1 and group.rank() == 1:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(2)
         all_reduce(torch.zeros(4), group, f"step {step}").wait()
 
@@ -246,16 +246,13 @@ def test_a_collective_after_a_failed_one_says_why_it_fails_too(verb):
     assert "rank 1 died after" in errors[0][1]
 
 
-@pytest.mark.parametrize("how", ["killed", "slow"])
-def test_a_rank_that_is_killed_or_hangs_is_named_by_the_others(how):
-    errors = ranks.run_failing(killed_case, 3, how=how)
-    assert how == "slow" or errors[1] is None
+def test_a_rank_that_hangs_is_named_by_the_others():
+    errors = ranks.run_failing(slow_case, 3)
     for rank in (0, 2):
         kind, words = errors[rank]
         assert kind == "CommError"
         assert f"rank {rank} waited in all-reduce no. 2 (step 1, 16 bytes)" in words
-        fate = "died" if how == "killed" else "runs but said nothing"
-        assert f"rank 1 {fate} after all-reduce no. 1 (step 0)" in words
+        assert "rank 1 runs but said nothing after all-reduce no. 1 (step 0)" in words
 
 
 def worker(place: Place, folder: str, how: str) -> None:
@@ -326,6 +323,8 @@ def threads_case(rank: int, world: int, folder: str, where: str) -> None:
         name.write_text("ended")  # Linux may list it for a moment after `join`
 
     launch.of_this_process = True
+    # Spawned ranks import the main module again, which here would be the whole server of ranks.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     thread = threading.Thread(target=run)
     thread.start()
     assert named.wait(60)
@@ -379,16 +378,6 @@ def test_ranks_started_here_end_together(tmp_path, how, kind, words):
     assert not any(map(alive, workers(tmp_path)))
 
 
-ENDS = """
-import atexit, sys, torch.distributed as dist
-atexit.register(lambda: print("joined" if dist.is_initialized() else "left"))  # the first registered runs last
-import cs336_systems.comm
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-assert dist.is_initialized()
-raise KeyError("no such column")
-"""
-
-
 def leaving_case(rank: int, world: int, folder: str) -> list[float]:
     """Rank 0 ends as a process without a goodbye does, while rank 1 has not yet begun the reduction."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/own", rank=rank, world_size=world)
@@ -396,7 +385,7 @@ def leaving_case(rank: int, world: int, folder: str) -> list[float]:
     if rank == 0:
         all_reduce(tensor, dist.group.WORLD, "unwaited", "sum")
         store.set("rank 0 leaves", "")
-        _leave_at_exit()
+        atexit._run_exitfuncs()  # as the interpreter does when it ends
         assert not dist.is_initialized()
     else:
         store.wait(["rank 0 leaves"])
@@ -406,12 +395,5 @@ def leaving_case(rank: int, world: int, folder: str) -> list[float]:
 
 
 def test_what_is_under_way_comes_to_its_end_before_the_interpreter_does():
-    assert ranks.run_alone(leaving_case, 2) == [[3.0] * 3] * 2
-
-
-def test_a_process_that_ends_without_a_goodbye_leaves_its_group(tmp_path):
     """Otherwise gloo's threads may abort it: 24 of 120 processes did that ended with reductions under way."""
-    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (ended.stdout, ended.returncode) == ("left\n", 1)
-    assert ended.stderr.splitlines()[-1].endswith("KeyError: 'no such column'")
+    assert ranks.run_alone(leaving_case, 2) == [[3.0] * 3] * 2

@@ -31,6 +31,7 @@ from cs336_systems.checkpoint.folder import open_checkpoint, weights_hash
 from cs336_systems.checkpoint.tensors import Checkpoint
 from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.data.corpus import random_corpus
 from cs336_systems.train import __main__ as training
 from cs336_systems.train import loop, run_log
 from cs336_systems.train.__main__ import train
@@ -42,6 +43,7 @@ from tests.support.machine import made_up
 from tests.support.state_cases import recipe_of, require_same, wide
 
 FILES = ("fsync", "rename", "write")
+FEW = (0, 20_000)  # seed and random tokens, of which a run of some steps reads few
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead
 TINY = {
     "batch_size": 8, "context": 16, "lr": 1e-2, "warmup_steps": 3, "decay_steps": 20, "device": "cpu",
@@ -134,6 +136,7 @@ def train_case(
 ) -> dict:
     """Train on this rank; what it prints and returns."""
     training.probe = made_up  # in the process of this case only, as all that follows
+    random_corpus.__defaults__ = FEW
     run_log.environment = lambda device: {"device": "CPU"}
     loop.SAME_SIGNAL = echo
     if float64:
@@ -249,6 +252,7 @@ def restarted() -> None:
     """The training command on a rank of torchrun, of which rank 1 kills itself the first time it comes to step 6."""
     place = find_place()
     training.probe = made_up
+    random_corpus.__defaults__ = FEW
     Struck([{"rank": 1, "step": 6, "what": "kill"}] if place.attempt == "0" else [], place.rank)
     sys.exit(run_command_on_ranks(training.main))
 

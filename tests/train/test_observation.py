@@ -38,10 +38,7 @@ ON_TWO = [
     (BERT | {"recompute": "attention"}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "segments", "recompute_every": 2, "num_layers": 3}, {"tp": 2, "sequence": True}),
     (LLAMA | {"recompute": "nested", "num_layers": 5}, {"tp": 2, "sequence": True}),
-    (DEEP | {"recompute": "nested", "dropout": 0.1}, {"tp": 2, "m": 2}),
     ({}, {"pp": 2, "m": 3}),
-    (BERT, {"pp": 2, "schedule": "gpipe", "m": 3}),
-    (LLAMA | DEEP, {"pp": 2, "chunks": 2}),
     (BERT, {"zero": 3}),
     (LLAMA | {"recompute": "segments"}, {"zero": 3}),
     (LLAMA | {"recompute": "attention"}, {"cp": 2}),
@@ -54,7 +51,6 @@ ON_FOUR = [
     (BERT, {"tp": 2, "sequence": True, "zero": 2}),
     (BERT, {"pp": 2, "zero": 3, "schedule": "gpipe", "m": 3}),
     (BERT | {"recompute": "nested"}, {"pp": 2, "zero": 3, "m": 2}),
-    ({"dropout": 0.1}, {"tp": 4, "sequence": True}),
     (LLAMA, {"tp": 2, "cp": 2, "sequence": True}),
     (LLAMA, {"pp": 2, "cp": 2, "zero": 1, "m": 2}),
 ]
@@ -66,19 +62,16 @@ EVERY = LLAMA | EXPERTS | {"expert_every": 1, "mixture": {"top_k": 1, "capacity_
 EINSUM = EXPERTS | {"mixture": {"dispatch": "einsum", "capacity_factor": 1.5, "aux_scope": "global"}}
 SPARSE_ON_TWO = [
     *((model, {"ep": 2}) for model in (EVERY, EINSUM)),
-    *((SHARED, {"zero": zero}) for zero in (1, 3)),
-    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("attention", "segments", "nested")),
+    (SHARED, {"zero": 3}),
+    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("segments", "nested")),
     (EVERY, {"tp": 2, "sequence": True}),
-    (GPT | EXPERTS | DEEP | {"recompute": "nested"}, {"tp": 2, "sequence": True}),
     (EXPERTS | DEEP | {"recompute": "segments", "recompute_every": 3}, {"tp": 2}),
-    (SHARED | DEEP, {"pp": 2, "chunks": 2}),
     # A router that is the last in the list of layers.
     (EXPERTS | {"expert_every": 1, "recompute": "segments"}, {"zero": 3}),
 ]
 SPARSE_ON_FOUR = [
     (SHARED, {"tp": 2, "ep": 2, "sequence": True}),
     (SHARED, {"ep": 2, "zero": 3, "m": 1}),
-    (EVERY, {"ep": 4}),
     # The first stage has no experts.
     (EXPERTS, {"pp": 2, "ep": 2, "zero": 2}),
 ]

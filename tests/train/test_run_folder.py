@@ -271,13 +271,13 @@ def test_a_restart_by_torchrun_goes_on_without_being_told(in_tmp, monkeypatch):
 
 
 def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_path):
-    options = TINY | {"num_layers": 2, "steps": 9, "save_every": 4, "data": "random"}
+    options = TINY | {"num_layers": 1, "steps": 7, "save_every": 4, "data": "random"}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     ranks.run_alone(resume_cases.torchrun_case, 1, words=[*words, "--out", str(tmp_path / "run")])
     assert [line["resumed"] for line in log_of(tmp_path / "run") if "resumed" in line] == [4]
     complete(2, options | {"data": ["random"], "out": str(tmp_path / "undisturbed")})
     mine, wanted = newest(tmp_path / "run"), newest(tmp_path / "undisturbed")
-    assert mine.step == 9
+    assert mine.step == 7
     assert weights_hash(mine) == weights_hash(wanted)
     for name in wanted.scalars:
         for kind in ("exp_avg", "exp_avg_sq"):

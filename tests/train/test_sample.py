@@ -22,7 +22,7 @@ def test_a_saved_model_writes_what_it_wrote_after_training(in_tmp, quick_probe, 
     assert capsys.readouterr().out.strip("\n") != said
     path = Path("run/checkpoints/step-00000002/manifest.json")
     body = json.loads(path.read_text())["manifest"]
-    for name, value, problem in (("d_model", "x", "TypeError"), ("size", 5, "AttributeError"), ("num_heads", 0, "num")):
+    for name, value, problem in (("d_model", "x", "d_model"), ("size", 5, "AttributeError"), ("num_heads", 0, "num")):
         changed = body["state"] | {"recipe": body["state"]["recipe"] | {name: value}}
         path.write_bytes(to_text(body | {"state": changed}))
         assert run_command(sample.main, ["run"]) == 2

@@ -34,7 +34,8 @@ def run(*arguments: str) -> int:
 
 
 def test_text_is_learned(in_tmp, capsys):
-    assert run("--steps", "60", "--lr", "3e-3", "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
+    learn = ("--steps", "60", "--lr", "3e-3", "--num-layers", "2")
+    assert run(*learn, "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
     header, *steps, final = [json.loads(line) for line in (in_tmp / "logs/run.jsonl").read_text().splitlines()]
     assert header["recipe"]["steps"] == 60
     assert len(header["sha256"]) == 64
@@ -209,7 +210,7 @@ def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys, quick_probe):
 def test_an_evaluation_changes_nothing_that_is_learned(in_tmp, quick_probe):
     losses = []
     for interval in ("1", "9"):
-        lines = bert(in_tmp, "--steps", "4", "--log-every", "1", "--eval-interval", interval, "--dropout", "0.2")
+        lines = bert(in_tmp, "--steps", "3", "--log-every", "1", "--eval-interval", interval, "--dropout", "0.2")
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[0] == losses[1]
 
@@ -303,21 +304,17 @@ def layout_case(group, folder: str, layout: dict) -> None:
     recipe = Recipe.of(
         data=(f"{folder}/text",), split="8,1,1", context=16, batch_size=8, steps=3, device="cpu", **layout
     )
-    recipe = recipe.change(num_layers=4, d_model=32, num_heads=4, dropout=0.0, log_file=Path(folder, "log"))
+    recipe = recipe.change(d_model=32, num_heads=4, dropout=0.0, log_file=Path(folder, "log"))
     training.probe = made_up
     train(recipe.change(log_every=1, eval_iters=2, eval_interval=2, sample_bytes=8))
 
 
 LAYOUTS = {
-    "lm": (
-        {"dp": 2, "zero": 3},
-        {"tp": 2, "sequence_parallel": True},
-        {"pp": 2, "chunks": 2, "micro_batch_size": 2},
-        {"cp": 2},
-    ),
+    "lm": ({"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}),
     "packed": ({"cp": 2, "tp": 2},),
     "bert": ({"tp": 2, "pp": 2, "micro_batch_size": 2},),
 }
+LAYERS = {"lm": 4, "packed": 1, "bert": 2}
 
 
 @pytest.mark.parametrize("objective", LAYOUTS)
@@ -327,7 +324,8 @@ def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, object
     for layout in ({}, *LAYOUTS[objective]):
         sizes = {axis: layout.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
         kind = {"objective": "lm", "pack": True} if objective == "packed" else {"objective": objective}
-        ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=layout | kind)
+        settings = layout | kind | {"num_layers": LAYERS[objective]}
+        ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=settings)
         header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
         assert header["mesh"] == {"ep": 1} | sizes
         # What a model would write no rank of a pipeline can say alone.
