@@ -35,8 +35,8 @@ SMALL = 0.0005  # MB: a few parameters a bucket
 # Stage 0 is "bucketed" with the plain optimizer: test_zero.py trains it. Stage 1 has one bucket, and so has "stage 2",
 # which runs only where its outcome differs from that of small buckets.
 ALL = (*WRAPPERS, "stage 1", "stage 2 in small buckets", "stage 3")
-# Naive differs from flat, and overlapped from bucketed, by a constant, the size of buckets: they run as well where the
-# outcome differs by it, or the order of gradients is unusual.
+# Naive differs from flat, and overlapped from bucketed, by a constant, the size of buckets: they run as well where an
+# outcome names them, or the order of gradients is unusual.
 KINDS = ("flat", "bucketed", *ALL[4:])
 REDUCES_EARLY = ("overlapped", "bucketed", "stage 1")
 FEW = ("flat", "bucketed", "stage 2 in small buckets", "stage 3")  # one of each kind
@@ -57,6 +57,11 @@ class Case:
     tolerance: float = TOLERANCE
     modes: tuple[str, ...] = KINDS
     waits: bool = False  # whether some rank learns of the error by waiting, so that each mode needs ranks of its own
+
+    def __post_init__(self) -> None:
+        if self.modes is KINDS and isinstance(self.outcome, dict):
+            named = " | ".join(self.outcome).split(" | ")
+            object.__setattr__(self, "modes", tuple(mode for mode in ALL if mode in (*KINDS, *named)))
 
     def expected(self, mode: str) -> str:
         if isinstance(self.outcome, str):
