@@ -145,9 +145,10 @@ def run_on_gloo(function: Callable, world_size: int, **arguments: Any) -> list:
 def run_failing(
     function: Callable, world_size: int, collective_timeout: float = 1.0, **arguments: Any
 ) -> list[tuple[str, str] | None]:
-    """Every rank's (type, message) where some are to fail, waiting for each other no longer than the timeout."""
+    """Every rank's (type, message) where some are to fail, waiting for each other no longer than the timeout, in
+    proportion on a busy machine: ranks that are right are late to join there."""
     try:
-        ask(function, world_size, True, TIMEOUT, collective_timeout, arguments)
+        ask(function, world_size, True, TIMEOUT, patience(collective_timeout), arguments)
     except RanksFailedError as error:
         if not any(error.errors):
             raise
