@@ -26,7 +26,7 @@ COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
 
 def patience(seconds: float) -> float:
     """Seconds to wait for a rank: in proportion on a busy machine, where a rank that is right is late."""
-    return seconds * max(1.0, os.getloadavg()[0] / allowed_cores())
+    return round(seconds * max(1.0, os.getloadavg()[0] / allowed_cores()), 1)
 
 
 class RanksFailedError(AssertionError):
