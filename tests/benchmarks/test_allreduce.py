@@ -40,7 +40,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_every_backend_of_the_machine_is_measured(monkeypatch):

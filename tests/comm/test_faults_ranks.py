@@ -203,7 +203,7 @@ def test_torchrun_that_is_killed_leaves_no_orphans(tmp_path):
     )
     pids: list[int] = []
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + ranks.patience(90)
         while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
             time.sleep(0.05)
         pids = workers(tmp_path)

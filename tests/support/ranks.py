@@ -55,7 +55,7 @@ class Server:
             if not self.connect(name):  # nobody has started it, or who did has ended
                 command = [sys.executable, "-m", "tests.support.rank_server", name]
                 self.starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-                require_answer(self.starter.stdout, self.starter.pid, 120)
+                require_answer(self.starter.stdout, self.starter.pid, patience(120))
                 assert self.starter.stdout.readline() == "ready\n"
                 assert self.connect(name)
         finally:
