@@ -53,7 +53,7 @@ def test_a_folder_of_the_same_name_is_named_in_one_line(tmp_path, folder, comman
     (tmp_path / folder / "__init__.py").touch()
     words = [sys.executable, *(word.replace("+", " ") for word in command.split())]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
     *before, line = done.stderr.splitlines()
     assert f"`{folder}` is found in {tmp_path / folder}, and that is not the package of this name beside " in line
@@ -92,7 +92,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(ranks):
     command = [sys.executable, "-c", UNREAD, str(ranks)]
     late = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written at the end only
     ended = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, env=late, timeout=120, check=False, text=True
+        command, stdout=writer, stderr=subprocess.PIPE, env=late, timeout=600, check=False, text=True
     )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")

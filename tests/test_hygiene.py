@@ -1,6 +1,7 @@
 """Tests of leftovers: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
 
 import gc
+import mmap
 import os
 import re
 import signal
@@ -35,8 +36,10 @@ def held() -> dict[str, list[str]]:
             files.append(re.sub(r"\d+", "N", os.readlink(link)))
         except FileNotFoundError:  # that of the listing itself
             continue
-    tasks = Path("/proc/self/task")
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    tasks, names = Path("/proc/self/task"), []
+    for task in tasks.iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            names.append((task / "comm").read_text().strip())
     children = (tasks / str(threading.get_native_id()) / "children").read_text().split()
     return {"files": sorted(files), "threads": sorted(names), "children": children}
 
@@ -166,17 +169,29 @@ def test_lists_of_tests_have_no_entry_without_a_test(request):
 def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(leftovers, "PATIENCE", 0.0)
     monkeypatch.setattr(leftovers, "ROOT", tmp_path)
+    monkeypatch.setattr(leftovers, "SHARED", shared := tmp_path / ".shm")
+    shared.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("TMPDIR", leftovers.MARK, "PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "to be put back")
     run = leftovers.Run()
     before = run.leftovers()  # what the server of tests/support/ranks.py is, for one
     assert all(line.startswith("process") for line in before)
-    with sleeping(start_new_session=True) as child:
+    (shared / "left").touch()
+    (shared / "of-a-browser").write_bytes(b"mapped")
+    with (
+        sleeping(start_new_session=True) as child,
+        (shared / "of-a-browser").open() as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+    ):
         (tmp_path / "new.txt").touch()
         folder = tempfile.mkdtemp()
         found = set(run.leftovers()) - set(before)
-    assert found >= {f"process {child.pid}: sleep 60 ", f"temporary file: {folder}", "in the project: new.txt"}
-    assert len(found) == 3
+    assert found == {
+        f"process {child.pid}: sleep 60 ",
+        f"temporary file: {folder}",
+        f"shared memory: {shared / 'left'}",
+        "in the project: new.txt",
+    }
     run.end()
     assert not run.folder.exists()

@@ -2,10 +2,10 @@
 
 import copy
 import os
-import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cs336_systems import pipeline
 from cs336_systems.comm import Mesh, agreement, all_reduce, record
+from cs336_systems.comm.store import wait_for
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
@@ -377,7 +378,9 @@ def lost_case(group, how: str) -> None:
     def stop(module, arguments) -> None:
         calls.append(module)
         if len(calls) == 2 and stage.has_last:
-            time.sleep(1.5) if how == "hangs" else os._exit(7)
+            if how == "dies":
+                os._exit(7)
+            wait_for(group.get_group_store(), ["done/0"], timedelta(seconds=40))
 
     stage.register_forward_pre_hook(stop)
     Pipeline(stage, stage, mesh).run(microbatches(config, 3), combine)
@@ -385,7 +388,7 @@ def lost_case(group, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])
 def test_a_stage_that_is_lost_is_named(how):
-    kind, message = ranks.run_failing(lost_case, 2, collective_timeout=0.7, how=how)[0]
+    kind, message = ranks.run_failing(lost_case, 2, how=how)[0]
     assert kind == "CommError"
     nbytes = 4 * ROWS * 8 * CONFIGS["gpt"].d_model
     awaited = f"rank 0 waited in receive no. 1 (backward of microbatch 1 in chunk 0, {nbytes:,} bytes)"

@@ -15,7 +15,6 @@ from benchmarks import attention, norms
 from benchmarks.lib import running
 from benchmarks.lib.running import CPU, EDITIONS, GPU, AllSettings, Benchmark, arguments
 from cs336_systems.host.console import run_command
-from tests.support.ranks import patience
 
 FAKE = """
 import json, os, subprocess, sys, time
@@ -72,6 +71,12 @@ def assert_all_gone(folder):
         while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not is_running(pid)
+
+
+def await_child(folder):
+    """Wait until the number of the child of `hang` can be read."""
+    while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
+        time.sleep(0.02)
 
 
 def log(folder, name):
@@ -142,9 +147,15 @@ def test_a_remark_is_a_column_only_where_there_is_one(fakes, capsys):
     assert "remark" in head
 
 
-def test_what_hangs_is_stopped_with_all_it_started(fakes, capsys):
-    folder = fakes(fake("hang", seconds=patience(1.0)), fake("ok"))
-    begun = time.monotonic()
+def test_what_hangs_is_stopped_with_all_it_started(fakes, monkeypatch, capsys):
+    folder, wait, begun = fakes(fake("hang", seconds=0.3), fake("ok")), running.subprocess.Popen.wait, time.monotonic()
+
+    def late(process, seconds=None):
+        if seconds is not None:
+            await_child(folder)
+        return wait(process, seconds)
+
+    monkeypatch.setattr(running.subprocess.Popen, "wait", late)
     assert suite() == 2
     assert time.monotonic() - begun < 50  # of the 60 that it would sleep
     assert_all_gone(folder)
@@ -165,8 +176,7 @@ def test_sigterm_ends_what_is_under_way(fakes, monkeypatch, capsys):
     def interrupted(process, seconds=None):
         if seconds is None:
             return wait(process)
-        while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
-            time.sleep(0.02)
+        await_child(folder)
         os.kill(os.getpid(), signal.SIGTERM)
         return wait(process, seconds)
 

@@ -268,7 +268,7 @@ def group_failure_case(group, fails: bool) -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_group_of_some_ranks_has_the_timeout_of_all_and_names_the_cause(fails):
-    errors = ranks.run_failing(group_failure_case, 3, ranks.patience(1.0), fails=fails)
+    errors = ranks.run_failing(group_failure_case, 3, fails=fails)
     assert "rank 1 waited in all-reduce no. 1 (alone, 12 bytes); rank 2 " in errors[1][1]
     assert ("failed: KeyError: 'no such column'" if fails else "ended after 0 collectives") in errors[1][1]
     assert fails or errors[2][0] == "CommError"

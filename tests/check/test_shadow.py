@@ -76,7 +76,7 @@ def test_the_time_of_imports_does_not_count(tmp_path):
     (tmp_path / "mine.py").write_text("def build():\n    while True: pass\n")
     target, said = f"{tmp_path}/mine.py:build", "TimeoutError: it did not end in 1 s, ten times --timeout"
     words = [sys.executable, "-m", "cs336_systems.check", target, "--types", "--timeout", "0.1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (2, f"error: {target}: {said}\n")
 
 

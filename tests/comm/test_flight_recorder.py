@@ -148,12 +148,12 @@ def test_the_lost_rank_its_operation_and_its_step_are_named(how):
         assert re.fullmatch(r"  rank 1: step 2  all-gather 0#\d+ norm  36 B float32  finished  .* s ago", theirs[-1])
 
 
-def machines_case(rank: int, world: int, folder: str, stops: bool) -> None:
+def machines_case(rank: int, world: int, folder: str, stops: bool, timeout: float) -> None:
     """Rank 0 on one machine, 1 and 2 on another; rank 2 is stopped, or both are."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     comm.agreement.EXPLAIN_SECONDS = 1.0
     place, lost = Place(rank, world, max(0, rank - 1), 2 if rank else 1, f"{folder}/store"), (1, 2) if stops else (2,)
-    with distributed("cpu", timeout=2.0, place=place) as group:  # a busy machine starts ranks seconds apart
+    with distributed("cpu", timeout=timeout, place=place) as group:
         pids = [int(pid) for pid in agree("pid", str(os.getpid()), group)]
         all_reduce(torch.zeros(3), group, "first").wait()
         if rank in lost:
@@ -167,8 +167,9 @@ def machines_case(rank: int, world: int, folder: str, stops: bool) -> None:
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_living_rank_tells_other_machines_of_its_neighbours(stops):
+    late = ranks.patience(2.0)  # a busy machine starts ranks seconds apart
     with pytest.raises(ranks.RanksFailedError) as error:
-        ranks.run_alone(machines_case, 3, stops=stops)
+        ranks.run_alone(machines_case, 3, stops=stops, timeout=late)
     assert error.value.codes[2] == -signal.SIGKILL
     first = error.value.errors[0][1].splitlines()[0]
     if stops:

@@ -57,7 +57,7 @@ def sizes_case(group) -> None:
 
 
 def test_messages_of_other_sizes_never_meet():
-    first, second = ranks.run_failing(sizes_case, 2, collective_timeout=0.5)
+    first, second = ranks.run_failing(sizes_case, 2)
     assert first[0] == second[0] == CommError.__name__
     assert second[1].startswith("rank 1 waited in receive no. 1 (sizes, 24 bytes); rank 0 waited in ")
     assert "(answer, 4 bytes)" in first[1] or "(sizes, 16 bytes)" in first[1]

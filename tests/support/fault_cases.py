@@ -216,7 +216,7 @@ def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1
     if together := [mode for mode in modes if mode not in apart]:
         ranks.run(together_case, world, module=module, name=name, modes=together)
     for mode in apart:
-        errors = ranks.run_failing(failing_case, world, ranks.patience(timeout), module=module, name=name, mode=mode)
+        errors = ranks.run_failing(failing_case, world, timeout, module=module, name=name, mode=mode)
         for rank, error in enumerate(errors):
             assert error is not None, f"{mode}: rank {rank} raised nothing"
             assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"

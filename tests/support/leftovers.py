@@ -11,13 +11,14 @@ import shutil
 import sys
 import tempfile
 import time
-from getpass import getuser
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "CS336_TEST_RUN"
+SHARED = Path("/dev/shm")
 WATCHED = ("docs", "benchmarks/results", "runs", "tests/data")  # what commands write to; of the root its own entries
 # What torch leaves: torchrun's folder of logs and the error of a rank that it has ended, and the compiler's folder.
 OF_TORCH = re.compile(r"torch(elastic|inductor)_|pytorch-errorfile-")
@@ -32,7 +33,7 @@ class Run:
         self.folder = Path(tempfile.mkdtemp(prefix="suite-"))
         # Of these one wants the next run to have them: pytest's folders, to look into, and what torch has compiled.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getuser()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
         os.environ[MARK] = self.folder.name
         self.shared, self.project = shared_memory(), project_files()
@@ -45,7 +46,8 @@ class Run:
         found = [f"process {pid}: {command}" for pid, command in alive.items()]
         made = [path for path in sorted(self.folder.iterdir()) if not OF_TORCH.match(path.name)]
         found += [f"temporary file: {path}" for path in made]
-        found += [f"shared memory: /dev/shm/{name}" for name in sorted(shared_memory() - self.shared)]
+        shared = shared_memory() - self.shared
+        found += [f"shared memory: {SHARED / name}" for name in sorted(shared - mapped() if shared else shared)]
         return found + [f"in the project: {name}" for name in sorted(project_files() - self.project)]
 
     def end(self) -> None:
@@ -75,14 +77,23 @@ def processes(mark: str) -> dict[int, str]:
 
 def shared_memory() -> set[str]:
     """This user's files in /dev/shm whose process has ended: names have its number in them."""
-    found, folder = set(), Path("/dev/shm")
-    for path in folder.iterdir() if folder.is_dir() else ():
+    found = set()
+    for path in SHARED.iterdir() if SHARED.is_dir() else ():
         try:
             mine = path.stat().st_uid == os.getuid()
         except OSError:
             continue
         if mine and not any(Path(f"/proc/{number}").exists() for number in re.findall(r"\d{2,}", path.name)):
             found.add(path.name)
+    return found
+
+
+def mapped() -> set[str]:
+    """Files in /dev/shm that processes have mapped, such as a browser's: those of a run have ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            found |= set(re.findall(rf" {SHARED}/(\S+)", path.read_text()))
     return found
 
 

@@ -26,7 +26,7 @@ COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
 
 def patience(seconds: float) -> float:
     """Seconds to wait for a rank: in proportion on a busy machine, where a rank that is right is late."""
-    return seconds * max(1.0, os.getloadavg()[0] / allowed_cores())
+    return round(seconds * max(1.0, os.getloadavg()[0] / allowed_cores()), 1)
 
 
 class RanksFailedError(AssertionError):
@@ -55,7 +55,7 @@ class Server:
             if not self.connect(name):  # nobody has started it, or who did has ended
                 command = [sys.executable, "-m", "tests.support.rank_server", name]
                 self.starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-                require_answer(self.starter.stdout, self.starter.pid, 120)
+                require_answer(self.starter.stdout, self.starter.pid, patience(120))
                 assert self.starter.stdout.readline() == "ready\n"
                 assert self.connect(name)
         finally:
@@ -145,9 +145,10 @@ def run_on_gloo(function: Callable, world_size: int, **arguments: Any) -> list:
 def run_failing(
     function: Callable, world_size: int, collective_timeout: float = 1.0, **arguments: Any
 ) -> list[tuple[str, str] | None]:
-    """Every rank's (type, message) where some are to fail, waiting for each other no longer than the timeout."""
+    """Every rank's (type, message) where some are to fail, waiting for each other no longer than the timeout, in
+    proportion on a busy machine: ranks that are right are late to join there."""
     try:
-        ask(function, world_size, True, TIMEOUT, collective_timeout, arguments)
+        ask(function, world_size, True, TIMEOUT, patience(collective_timeout), arguments)
     except RanksFailedError as error:
         if not any(error.errors):
             raise

@@ -130,7 +130,7 @@ def terminated_case(rank: int, world: int, folder: str, out: str) -> tuple[int, 
         finally:
             sys.stdout.flush()
             os._exit(code)
-    deadline = time.monotonic() + ranks.TIMEOUT - 10
+    deadline = time.monotonic() + ranks.patience(ranks.TIMEOUT) - 10
     while not log.exists() or '"step": 3,' not in log.read_text():
         assert os.waitpid(command, os.WNOHANG) == (0, 0), shown.read_text()
         assert time.monotonic() < deadline
