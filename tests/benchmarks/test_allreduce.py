@@ -1,8 +1,8 @@
 """The all-reduce benchmark: what it measures and refuses, the ways to start it, its table."""
 
 import json
-import subprocess
-import sys
+import os
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
+from tests.support import ranks
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "allreduce.py"
 TINY = ("--steps", "2", "--warmup", "1", "--results", "out", "--sizes", "4KB", "40KB")
 
 STAMP = {"device": "abacus", "cores": 2, "torch": "2.13", "commit": "abcdef01", "dirty": False, "date": "2026-01-02"}
@@ -37,10 +37,6 @@ def measured(nbytes: int = 1000, count: int = 2, **config) -> Record:
 
 def read(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "out/allreduce.jsonl").read_text().splitlines()]
-
-
-def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_every_backend_of_the_machine_is_measured(monkeypatch):
@@ -114,31 +110,28 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
 
-# The ways to start it, each once: a start takes seconds.
+def alone_case(rank: int, world: int, folder: str, out: str) -> list[dict]:
+    """Run it in this process, which has not run tensor code, as it forks; ranks write into the file."""
+    os.chdir(out)
+    with Path("said").open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        run_command(allreduce.main, ["--device", "cpu", "--nproc", "2", *TINY])  # 2, 4 and 6 without --nproc
+    return read(Path())
 
 
-def check_run(records: list[dict], counts: tuple[int, ...], *more: str) -> None:
-    assert [(r["config"]["backend"], r["config"]["ranks"], r["config"]["bytes"]) for r in records] == [
-        (backend, count, nbytes) for backend in ("shm", "gloo", *more) for count in counts for nbytes in (4000, 40_000)
-    ]
+def test_alone_it_starts_the_ranks_of_every_backend_itself(tmp_path):
+    [records] = ranks.run_alone(alone_case, 1, out=str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    backends = ["shm", "gloo", *["mpi"] * bool(mpi.mpiexec())]
+    found = [(each["config"]["backend"], each["config"]["ranks"], each["config"]["bytes"]) for each in records]
+    assert found == [(backend, 2, nbytes) for backend in backends for nbytes in (4000, 40_000)], said
     for record in records:
-        count = record["config"]["ranks"]
         assert record["status"] == "ok"
-        assert (record["environment"]["world_size"], record["environment"]["backend"]) == (
-            count,
-            record["config"]["backend"],
-        )
-        assert len(record["samples_ms"]) == 2
-        assert len(record["metrics"]["rank_mean_ms"]) == count
+        here = record["environment"]
+        assert (here["world_size"], here["backend"]) == (2, record["config"]["backend"])
+        assert len(record["samples_ms"]) == len(record["metrics"]["rank_mean_ms"]) == 2
         assert record["predicted"]["mean_ms"] > 0
-
-
-def test_alone_it_starts_the_ranks_of_every_backend_itself(in_tmp):
-    done = start(str(SCRIPT), "--device", "cpu", "--nproc", "2", *TINY, folder=in_tmp)  # 2, 4 and 6 without --nproc
-    assert done.returncode == 0, done.stderr
-    check_run(read(in_tmp), (2,), *["mpi"] * bool(mpi.mpiexec()))
-    assert done.stdout.count("All-reduce (mean) of float32") == 1
-    assert "records appended to out/allreduce.jsonl" in done.stdout
+    assert said.count("All-reduce (mean) of float32") == 1
+    assert "records appended to out/allreduce.jsonl" in said
 
 
 ALONE = '{"times": [[1.0]], "error": 0.0}'  # what a rank prints that knows of no other
@@ -187,18 +180,17 @@ def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypat
 
 @pytest.mark.skipif(not mpi.mpiexec(), reason="needs the extra `mpi`")
 def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
-    options = ["--backend", "mpi", "--nproc", "2", *TINY]
-    assert run_command(allreduce.main, options) == 0
-    small, large = read(in_tmp)
-    assert [each["config"]["bytes"] for each in (small, large)] == [4000, 40_000]
-    assert (large["status"], large["config"]["backend"], large["environment"]["backend"]) == ("ok", "mpi", "mpi")
-    assert len(large["metrics"]["rank_mean_ms"]) == len(large["samples_ms"]) == 2
-    assert large["metrics"]["copy_ms"] > 0 < large["predicted"]["mean_ms"]
-    assert "MP" in large["environment"]["mpi"]
+    options = ["--nproc", "2", *TINY[:-1]]
+    assert run_command(allreduce.main, ["--backend", "mpi", *options]) == 0
+    [record] = read(in_tmp)
+    assert (record["status"], record["config"]["bytes"], record["environment"]["backend"]) == ("ok", 4000, "mpi")
+    assert len(record["metrics"]["rank_mean_ms"]) == len(record["samples_ms"]) == 2
+    assert record["metrics"]["copy_ms"] > 0 < record["predicted"]["mean_ms"]
+    assert "MP" in record["environment"]["mpi"]
     monkeypatch.setattr(collective, "tolerance", lambda ranks: -1.0)
     monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
     with pytest.raises(WrongResultError, match=r"4 kB: the mean over the ranks is off by 0\.00e"):
-        allreduce.main(options[2:], standalone_mode=False)  # also where MPI was not asked for
+        allreduce.main(options, standalone_mode=False)  # also where MPI was not asked for
 
 
 # The table.

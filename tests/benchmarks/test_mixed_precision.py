@@ -191,6 +191,7 @@ def test_the_command_prints_and_records_both_lessons(in_tmp, capsys):
 def test_one_lesson(in_tmp, capsys):
     status, out, _ = run("dtypes", "--device", "cpu", "--smoke", capsys=capsys)
     assert (status, "bf16: forward" in out, "+=" in out) == (0, True, False)
+    assert not list(in_tmp.iterdir())  # as it is a smoke run
     status, out, _ = run("accumulation", "--device", "cpu", "--results", ".", capsys=capsys)
     assert (status, "1 record appended" in out, "LayerNorm" in out) == (0, True, False)
     assert json.loads((in_tmp / "mixed_precision.jsonl").read_text())["samples_ms"] == []

@@ -17,7 +17,6 @@ SHOWN = {
     "leaderboard": ("attention-2025: not run on a CPU", "step-2026: gate: one block equals", WHAT_RAN),
     "memory": (),
     "memory --residuals": (),
-    "mixed_precision": (),
     "norms": ("ours: not timed on a CPU", "eager"),
 }
 

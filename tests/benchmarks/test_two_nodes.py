@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,8 @@ import pytest
 
 from benchmarks import two_nodes
 from benchmarks.two_nodes import TwoNodesSettings, namespaces, start, tool
+from cs336_systems.comm import Place
+from cs336_systems.comm.startup import find_place
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 
@@ -131,39 +134,50 @@ def test_the_first_failure_ends_the_others_after_a_moment(monkeypatch):
 
 
 @needs_root
-def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp):
-    words = [sys.executable, FOLDER / "two_nodes.py", "--rate", "2gbit", "--", FOLDER / "allreduce.py"]
-    words += ["--device", "cpu", "--sizes", "40KB", "--steps", "2", "--warmup", "1", "--results", "out"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    out, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
+def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp, capfd):
+    words = ("--device", "cpu", "--sizes", "40KB", "--steps", "2", "--warmup", "1", "--results", "out")
+    command = ["--rate", "2gbit", "--", str(FOLDER / "allreduce.py"), *words]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        code = run_command(two_nodes.main, command)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
     [record] = [json.loads(line) for line in (in_tmp / "out/allreduce.jsonl").read_text().splitlines()]
     config = record["config"]
     assert (config["ranks"], config["nodes"]) == (2, 2)
     assert config["link"] == "2 nodes simulated on one machine, 2gbit tbf"
     assert record["status"] == "ok"
-    assert out.count("All-reduce (mean) of float32") == 1
+    assert shown.out.count("All-reduce (mean) of float32") == 1
     # What was probed is the wire: 250 MB/s and not the loopback's several times that.
     assert record["metrics"]["link_bytes_per_s"] < 1.1 * 2e9 / 8
-    assert namespaces_of(process.pid) == []
+    assert namespaces_of(os.getpid()) == []
 
 
-SRUN = """
-for task in 0 1; do
-    SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_NNODES=2 GLOO_SOCKET_IFNAME=lo "${@:2}" & tasks+=($!)
-done
-for task in "${tasks[@]}"; do wait "$task" || exit 1; done
-"""
+STUBS = {
+    "srun": 'for task in 0 1; do SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_NNODES=2 "${@:2}"; done',
+    "scontrol": "echo first; echo second",
+    "python": 'env -0 >"$OUT/$SLURM_PROCID"; echo "$@"',
+}
 
 
-def test_the_template_for_slurm_leads_the_ranks_together(tmp_path):
-    stubs = {"srun": SRUN, "scontrol": "echo localhost; echo elsewhere", "python": f'exec {sys.executable} "$@"'}
-    for name, body in stubs.items():
+def test_the_template_for_slurm_leads_the_ranks_together(tmp_path, monkeypatch):
+    for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost,elsewhere", "SLURM_CPUS_PER_TASK": "1"}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    words = ["bash", FOLDER / "two_nodes.sbatch", FOLDER / "allreduce.py", "--smoke", "--device", "cpu"]
-    done = subprocess.run(words, env={**os.environ, **job, "PATH": path}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("float32; 2 nodes; ") == 1  # of two ranks, one prints
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    job = {"SLURM_JOB_ID": "10042", "SLURM_JOB_NODELIST": "first,second", "SLURM_CPUS_PER_TASK": "3"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    for words, command in ((), "benchmarks/allreduce.py --backend nccl"), (("-m", "x"), "-m x"):
+        start = ["bash", FOLDER / "two_nodes.sbatch", *words]
+        done = subprocess.run(start, env=os.environ | job, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, f"{command}\n" * 2), done.stderr
+    for task in (0, 1):  # tests/comm/test_startup.py has ranks that meet so
+        seen = dict(each.split("=", 1) for each in (tmp_path / str(task)).read_text().split("\0") if each)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "environ", seen)
+            assert find_place() == Place(task, 2, 0, 1, "first:20042")
+        assert seen["OMP_NUM_THREADS"] == "3"

@@ -1,7 +1,7 @@
 """Corrupted JSON: each field of a valid document in turn is replaced by a value of each type."""
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
+from copy import copy
 from typing import Any
 
 VALUES = [None, True, -7.5, 10**300, float("inf"), "9" * 5000, "\ud800<b>|`*", [], [1, [2]], {}]
@@ -23,10 +23,17 @@ def inner(value: Any, place: Place) -> Any:
     return value
 
 
+def replaced(good: Any, place: Place, value: Any) -> Any:
+    """Some JSON with another value at a place; it shares with the first what lies elsewhere."""
+    if not place:
+        return copy(value)
+    made = copy(good)
+    made[place[0]] = replaced(good[place[0]], place[1:], value)
+    return made
+
+
 def garbled(good: Any, inside: Place = (), values: Sequence[Any] = VALUES) -> Iterator[tuple[Place, Any, Any]]:
-    """(place, value, JSON): a copy for every place inside a part of some JSON, and every value."""
-    for *above, last in places(inner(good, inside), inside):
+    """(place, value, JSON) for every place inside a part of some JSON, and every value."""
+    for place in places(inner(good, inside), inside):
         for value in values:
-            made = deepcopy(good)
-            inner(made, above)[last] = deepcopy(value)
-            yield (*above, last), value, made
+            yield place, value, replaced(good, place, value)
