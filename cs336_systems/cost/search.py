@@ -16,7 +16,7 @@ from typing import Any
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.search_space import AXES, RECOMPUTES, Choice, Degrees, Space, placement
+from cs336_systems.cost.search_space import AXES, COUNTS, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, Case
 from cs336_systems.errors import UserError, require_count
 from cs336_systems.host.console import format_bytes
@@ -192,13 +192,11 @@ def search(
     """
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
-    for name, value in (("gpus", gpus), ("limit", limit)):
+    counts = {axis: value for axis, value in (fixed or {}).items() if axis in COUNTS}
+    for name, value in ({"gpus": gpus, "limit": limit} | counts).items():
         require_count(name, value)
     for axis in (name for name in rest if name in AXES):
         raise UserError(f"{axis} is a choice of a search: hold it with fixed={{{axis!r}: {rest[axis]!r}}}")
-    for axis, value in (fixed or {}).items():
-        if axis not in ("recompute", "placement"):
-            require_count(axis, value, 0)
     rest["overlap"] = rest.get("overlap") or system.overlap
     whole = Space(config, seq, gpus, Plan(global_batch=global_batch, **rest), system.node, fixed or {})
     check_experts(config, whole.fixed.get("ep", 1))

@@ -22,7 +22,8 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
 from cs336_systems.presets import ModelConfig, Recompute
 
-AXES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "recompute", "sequence", "zero", "placement")
+COUNTS = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch")
+AXES = (*COUNTS, "recompute", "sequence", "zero", "placement")
 MOST_GPUS = 2**20
 RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "segments")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cs336_systems.errors import UserError
+from cs336_systems.errors import UserError, require_count
 
 _DATA: dict[str, Any] = tomllib.loads((Path(__file__).parent / "data" / "megatron.toml").read_text("utf-8"))
 SHARED: str = _DATA["shared"]
@@ -45,8 +45,7 @@ class Option(NamedTuple):
         value = "".join(self.values[:1])
         if not value.removeprefix("-").isdecimal() or len(value) > 18:
             raise UserError(f"{self.name} takes a whole number, not {value!r}")
-        if int(value) < least:
-            raise UserError(f"{self.name} must be at least {least}, not {int(value)}")
+        require_count(self.name, int(value), least)
         return int(value)
 
 
