@@ -51,7 +51,8 @@ class DataParallel(Wrapper):
     ) -> None:
         kind = f"buckets of {self.bucket_size_mb} MB, gradients {type(self.gradients).__name__.lower()}"
         super().__init__(kind, module, group, ignored)
-        if foreign := {*apart} - {*module.parameters()}:
+        apart = {*apart}
+        if foreign := apart - {*module.parameters()}:
             raise UserError(f"`apart` are parameters of the module, which {len(foreign)} of them are not")
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb
         if not isinstance(cap, SupportsFloat) or not cap >= 0:  # or NaN

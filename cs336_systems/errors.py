@@ -11,8 +11,8 @@ class UserError(ValueError):
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
-    """Raises UserError unless a value is a whole number of at least `least`."""
+    """Raises UserError unless a value is an integer of at least `least`."""
     if not isinstance(value, Integral):
-        raise UserError(f"{name} must be a whole number, not {value!r}")
+        raise UserError(f"{name} must be an integer, not {value!r}")
     if value < least:
         raise UserError(f"{name} must be at least {least}, not {value}")

@@ -45,8 +45,8 @@ def zero(
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
 
-    `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); the
-    parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
+    `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); up to
+    stage 2 parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
     optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
     if isinstance(stage, float) or stage not in range(len(STAGES)):

@@ -67,6 +67,8 @@ def refusal_case(group) -> None:
         zero(Net(), "sgd", 1)
     with pytest.raises(UserError, match=r"`apart` are parameters of the module, which 2 of them are not"):
         zero(Net(), torch.optim.SGD, 1, apart=["weight", nn.Parameter(torch.ones(2))])
+    net = Net()
+    assert len(zero(net, torch.optim.SGD, 0, apart=iter([next(net.parameters())]), lr=0.1)[0].buckets) == 2
     for layout in LAYOUTS:
         embedding = nn.Embedding(4, 2, sparse=True)
         optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, layout=layout, lr=0.1)

@@ -63,7 +63,7 @@ def test_a_model_that_does_not_divide_is_refused_with_the_numbers(changes, setti
             "x dp 2 x ep 2 = 16: use 16 or 32",
         ),
         ({"tp": 0}, "tp must be at least 1, not 0"),
-        ({"tp": 2.5}, "tp must be a whole number, not 2.5"),
+        ({"tp": 2.5}, "tp must be an integer, not 2.5"),
         ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
         ({"schedule": "zigzag"}, "no schedule is called 'zigzag'"),
         ({"chunks": 2, "schedule": "interleaved"}, "2 chunks are of no use on one stage: set chunks to 1"),

@@ -72,7 +72,7 @@ SOUND = {"vocab_size": 8, "context_length": 4, "d_model": 12, "d_ff": 8, "num_la
         ({"positions": "sinusoidal", "d_model": 15, "num_heads": 3}, "d_model 15 must be even"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), not 1.0"),
         ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
-        ({"d_ff": "48"}, "d_ff must be a whole number, not '48'"),
+        ({"d_ff": "48"}, "d_ff must be an integer, not '48'"),
         ({"norm": "batchnorm"}, "norm 'batchnorm' does not exist; choose from rmsnorm, layernorm"),
         ({"bert_heads": True}, "bert_heads need tied_head=True and bias=True"),
     ],

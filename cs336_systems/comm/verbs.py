@@ -176,7 +176,7 @@ def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction
 
 def _require_rank(rank: int, group: Group) -> None:
     if not 0 <= rank < group.size():
-        raise ValueError(f"rank {rank} does not exist in a group of {group.size()}")
+        raise ValueError(f"rank {rank} does not exist: the group's {group.size()} ranks are 0 to {group.size() - 1}")
 
 
 def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:

@@ -193,7 +193,7 @@ def search(
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     counts = {axis: value for axis, value in (fixed or {}).items() if axis in COUNTS}
-    for name, value in ({"gpus": gpus, "limit": limit} | counts).items():
+    for name, value in ({"gpus": gpus, "limit": int(min(limit, 10**18))} | counts).items():
         require_count(name, value)
     for axis in (name for name in rest if name in AXES):
         raise UserError(f"{axis} is a choice of a search: hold it with fixed={{{axis!r}: {rest[axis]!r}}}")

@@ -141,9 +141,14 @@ class Capture:
         if error is None and unwritten:
             self._write()
 
+    def _require_block(self) -> None:
+        if not hasattr(self, "taken"):
+            raise UserError("steps, phases and annotations are captured inside `with Capture(...) as capture:`")
+
     @contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         """A span of this name in the trace, and with `nvtx` in nsys."""
+        self._require_block()
         if self.place.world_size == 1:  # a process group may exist by now
             self.place = current_place(self.group)
         with torch.cuda.nvtx.range(name) if self.nvtx else nullcontext(), record_function(name):
@@ -152,8 +157,7 @@ class Capture:
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step; the profiler runs from the last of the warm-up on, and the trace of that step is dropped."""
-        if not hasattr(self, "taken"):
-            raise UserError("a step is captured inside `with Capture(...) as capture:`")
+        self._require_block()
         self.stepwise = True
         if self.taken == self.warmup - 1:
             self._start()

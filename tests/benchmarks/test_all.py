@@ -15,6 +15,7 @@ from benchmarks import attention, norms
 from benchmarks.lib import running
 from benchmarks.lib.running import CPU, EDITIONS, GPU, AllSettings, Benchmark, arguments
 from cs336_systems.host.console import run_command
+from tests.support import ranks
 
 FAKE = """
 import json, os, subprocess, sys, time
@@ -75,7 +76,9 @@ def assert_all_gone(folder):
 
 def await_child(folder):
     """Wait until the number of the child of `hang` can be read."""
+    deadline = time.monotonic() + ranks.patience(60)
     while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
+        assert time.monotonic() < deadline, "its child never started"
         time.sleep(0.02)
 
 

@@ -38,7 +38,8 @@ BROKEN = {
 TRUE_ATTENTION = F.scaled_dot_product_attention
 
 
-# In bf16, whose tolerance is the widest: what it stops is stopped in a finer format. That these have theirs, one tells.
+# In bf16, whose tolerance is the widest: what it stops is stopped in a finer format. One mistake shows that those have
+# tolerances of their own.
 @pytest.mark.parametrize(
     ("name", "size", "precision"),
     [

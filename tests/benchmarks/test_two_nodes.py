@@ -135,7 +135,20 @@ def test_the_first_failure_ends_the_others_after_a_moment(monkeypatch):
 
 @needs_root
 def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp, capfd):
-    words = ("--device", "cpu", "--sizes", "40KB", "--steps", "2", "--warmup", "1", "--results", "out")
+    words = (
+        "--device",
+        "cpu",
+        "--sizes",
+        "40KB",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--results",
+        "out",
+        "--timeout",
+        "60",
+    )
     command = ["--rate", "2gbit", "--", str(FOLDER / "allreduce.py"), *words]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -163,7 +176,7 @@ STUBS = {
 }
 
 
-def test_the_template_for_slurm_leads_the_ranks_together(tmp_path, monkeypatch):
+def test_the_template_for_slurm_tells_each_task_its_place(tmp_path, monkeypatch):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

@@ -264,8 +264,8 @@ def wrong_case(group) -> None:
         (lambda: all_reduce(torch.ones(2, 3).t(), group), "a tensor of shape (3, 2) is not contiguous"),
         (lambda: all_gather(odd, group), "5 elements do not divide into slices of 2 ranks"),
         (lambda: reduce_scatter(odd, group), "5 elements do not divide into slices of 2 ranks"),
-        (lambda: broadcast(odd, 2, group), "rank 2 does not exist in a group of 2"),
-        (lambda: receive(odd, -1, group, "no"), "rank -1 does not exist in a group of 2"),
+        (lambda: broadcast(odd, 2, group), "rank 2 does not exist: the group's 2 ranks are 0 to 1"),
+        (lambda: receive(odd, -1, group, "no"), "rank -1 does not exist: the group's 2 ranks are 0 to 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

@@ -115,7 +115,7 @@ REFUSALS = [
         "tp 2 x pp 1 x ep 1 x cp 3 = 6 does not divide the 8 ranks: start a multiple of 6, or lower a degree",
     ),
     ((8, 1, 2, 1, 0, None), "cp must be at least 1, not 0"),
-    ((8, 1, 2, 1, 1, "2"), "dp must be a whole number, not '2'"),
+    ((8, 1, 2, 1, 1, "2"), "dp must be an integer, not '2'"),
 ]
 
 

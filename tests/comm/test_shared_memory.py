@@ -87,7 +87,7 @@ def verbs_case(group, dtype: str) -> int:
         for flat in buffers(terms[me], group):
             broadcast(flat, size - 1, group, f"{numel}").wait()
             assert torch.equal(flat, terms[-1])
-    for rows in (0, 1, large // size):
+    for rows in (0, 1, large if size == 8 else large // size):  # of 8 ranks, more than the blocks that are kept hold
         terms = [values(rank, size * rows, dtype) for rank in range(size)]
         for flat in buffers(terms[me], group):
             reduce_scatter(flat, group, f"{rows}", "sum").wait()
@@ -389,7 +389,7 @@ def ends_case(group, how: str) -> None:
         all_reduce(flat, group, "before", "sum").wait()
         all_reduce(flat, group, "after", "sum").wait()
     finally:
-        assert monotonic() - start < 15  # of 20 seconds that ranks wait for each other
+        assert monotonic() - start < 15  # ranks wait for each other for 20 seconds or more
 
 
 @pytest.mark.parametrize(("how", "said"), [("dies", "died"), ("leaves", "ValueError: enough")])

@@ -119,7 +119,7 @@ def test_backends_that_cannot_serve_are_refused(monkeypatch, backend, device, gp
 
 
 def free_port() -> int:
-    """A port that no other process takes: Linux gives those who do not choose one from 32768 on."""
+    """A port that others will hardly take before it is used: Linux gives those who choose none one from 32768 on."""
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
         with suppress(OSError), socket.create_server(("", port)):

@@ -159,7 +159,7 @@ def test_held_choices():
     for fixed, message in (
         ({"tp": 3}, "no layout of 4 accelerators has --tp 3"),
         ({"micro_batch": 5}, "nothing divides over 4 accelerators with --micro-batch-size 5: a batch"),
-        ({"micro_batch": "2"}, "micro_batch must be a whole number, not '2'"),
+        ({"micro_batch": "2"}, "micro_batch must be an integer, not '2'"),
         ({"ep": 2}, "ep 2 splits experts, and the model has none"),
         ({"color": 3}, "color is none of the choices"),
     ):

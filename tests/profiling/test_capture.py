@@ -111,8 +111,10 @@ def test_what_capture_cannot_do_is_said(tmp_path, capsys):
     for options in ({"steps": 0}, {"warmup": -1}):
         with pytest.raises(UserError, match="must not be negative"):
             Capture(tmp_path, **options)
-    with pytest.raises(UserError, match="a step is captured inside `with Capture"), Capture(tmp_path).step():
-        pass
+    outside = Capture(tmp_path)
+    for begin in (outside.step, lambda: outside.phase("forward"), lambda: outside.annotate("mine")):
+        with pytest.raises(UserError, match="are captured inside `with Capture"), begin():
+            pass
     with Capture(tmp_path / "a") as outer:
         with pytest.raises(UserError, match="a profiler runs already"), Capture(tmp_path / "b"):
             pass

@@ -15,7 +15,7 @@ from cs336_systems.checkpoint.tensors import NAMES, RANDOM, VALUE, Box, Piece, m
 from cs336_systems.comm import agree
 
 FILE = "rank-00000-00.safetensors"
-PATIENCE = 60.0  # seconds after which a process is ended, whatever it waits for
+PATIENCE = 40.0  # seconds after which a process is ended, whatever it waits for
 
 
 def tensors(step: int, rank: int = 0) -> dict[tuple[str, str], torch.Tensor]:

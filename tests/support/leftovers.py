@@ -93,7 +93,7 @@ def mapped() -> set[str]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is somebody else's
-            found |= set(re.findall(rf" {SHARED}/(\S+)", path.read_text()))
+            found |= set(re.findall(rf" {SHARED}/(\S+)", path.read_text(errors="replace")))
     return found
 
 
