@@ -135,21 +135,8 @@ def test_the_first_failure_ends_the_others_after_a_moment(monkeypatch):
 
 @needs_root
 def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp, capfd):
-    words = (
-        "--device",
-        "cpu",
-        "--sizes",
-        "40KB",
-        "--steps",
-        "2",
-        "--warmup",
-        "1",
-        "--results",
-        "out",
-        "--timeout",
-        "60",
-    )
-    command = ["--rate", "2gbit", "--", str(FOLDER / "allreduce.py"), *words]
+    command = ["--rate", "2gbit", "--", str(FOLDER / "allreduce.py"), "--device", "cpu", "--timeout", "60"]
+    command += ["--sizes", "40KB", "--steps", "2", "--warmup", "1", "--results", "out"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         code = run_command(two_nodes.main, command)
