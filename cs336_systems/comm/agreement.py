@@ -134,8 +134,9 @@ def agree(topic: str, value: Any, group: Group, counted: bool = True, patience: 
 
 def subgroup(ranks: Sequence[int]) -> Group | None:
     """Make a group of some ranks with the timeout of the group of all; None on other ranks. Every rank must call it."""
-    if not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*range(dist.get_world_size())}:
-        raise UserError(f"a group needs ranks from 0 to {dist.get_world_size() - 1}, each once, not {list(ranks)}")
+    last = dist.get_world_size() - 1
+    if not ranks or len({*ranks}) < len(ranks) or min(ranks) < 0 or max(ranks) > last:
+        raise UserError(f"a group needs ranks from 0 to {last}, each once, not {list(ranks)}")
     mine, alone = dist.get_rank() in ranks, len(ranks) == 1  # a group of one needs no other rank
     if alone and not mine:
         return None
