@@ -252,7 +252,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
-    """Replace the tensor, of any dtype, by that of the group's rank `source`."""
+    """Replace the tensor, of any dtype, by that of the group's rank `source`. Raises ValueError if it has none."""
     _require_rank(source, group)
     with _collective("broadcast", tensor, group, label, alike=(source, tensor.numel())) as work:
         if group.size() > 1 and tensor.numel():
