@@ -96,7 +96,7 @@ def one(**changes: object) -> bytes:
         (b"", "its head would have 0 bytes of 0"),
         (b"\x80\x02}q\x00.", "its head would have .* bytes of 6"),
         (head([]), "pop expected at most 1 argument|no safetensors"),
-        (head(b"[" * 5000), "recursion"),
+        (head(b"[" * 5000), "recursion|Expecting value"),  # by release of Python
         (head({"t": 1}), "not subscriptable"),
         (head({"__metadata__": 1}), "no attribute 'values'"),
         (one(dtype="F8"), "dtype 'F8'"),
