@@ -100,8 +100,8 @@ def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return answer.result(limit.total_seconds())
     except TimeoutError:
-        asker.late = answer
-        raise StoreLostError(f"the store of the ranks did not answer within {limit.total_seconds():g} s") from None
+        asker.late, seconds = answer, round(limit.total_seconds(), 2)
+        raise StoreLostError(f"the store of the ranks did not answer within {seconds:g} s") from None
     except RuntimeError as error:
         raise StoreLostError(f"the store of the ranks is gone: {printable(first_line(error))}") from error
 

@@ -216,17 +216,16 @@ def test_scores_so_large_that_one_key_has_all_weight(way, is_causal, dim, dtype,
     q, k, v, grad = inputs(80, 80, dim, (1,))
     q, k, v, grad = (t.to(dtype) for t in (factor * q, factor * k, v, grad))
     got = (way if way is by_reference else ours)(q, k, v, grad, is_causal, way)
-    want = truth(q, k, v, grad, is_causal)
-    assert torch.equal(got[0].double(), want[0])
     half, wide = UNIT_ROUNDOFF[dtype], bound(torch.float32, stages=4, longest_sum=dim + 80)
     q, k, v, grad = (t.double() for t in (q, k, v, grad))
     hidden = torch.ones_like(q @ k.mT, dtype=torch.bool).triu(1) & is_causal
     mine = (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1)
     assert mine.max(-1).values.min() == 1
+    assert torch.equal(got[0].double(), mine @ v)
     # dQ and dK are 0: what is left of dP - D, which are equal, is the rounding of two sums.
     left = mine * wide * (grad.abs() @ v.abs().mT) / math.sqrt(dim)
     allowed = (left @ k.abs(), left.mT @ q.abs(), (half + wide) * mine.mT @ grad.abs())
-    for name, each, right, off in zip("qkv", got[1:], want[1:], allowed, strict=True):
+    for name, each, right, off in zip("qkv", got[1:], (0 * q, 0 * k, mine.mT @ grad), allowed, strict=True):
         assert ((each.double() - right).abs() <= off + torch.finfo(dtype).tiny).all(), name
 
 
