@@ -34,7 +34,7 @@ def test_every_picture_has_an_example():
     ("arguments", "message"),
     [
         ("roofline --out a.gif", "--out a.gif should end in .svg, .png, .pdf"),
-        ("roofline --out nowhere/a.png", "--out nowhere/a.png: there is no folder nowhere"),
+        ("roofline --out nowhere/a.png", "cannot write nowhere/a.png: there is no folder nowhere"),
         ("roofline --out a.svg --tp 5", "96 heads do not divide over tp 5: choose a tp that divides 96"),
         ("scaling --out a.svg --least 64 --most 8", "--least 64 is more than --most 8"),
         ("degrees --out a.svg --most 6", "--most 6 is not a power of two: take 4"),
