@@ -75,7 +75,6 @@ SLOW = (
     "cost/test_plot_commands::test_all_pictures",
     "cost/test_probe_system::test_this_machine",
     "cost/test_search_advice::test_a_limit",
-    "cost/test_search_advice::test_nothing",
     "cost/test_search_advice::test_what_would_fit",
     "cost/test_stacks::test_runs_that_were_left_out",
     "cost/test_stacks::test_the_constants_are_those_that_a_fit_finds[fsdp",

@@ -172,7 +172,7 @@ def nearest_system(name: str) -> System | None:
     return next((SYSTEMS[known] for family, known in families.items() if family in asked), None)
 
 
-def check_out(path: Path | None) -> None:
+def check_out(path: Path | None, option: str = "--out") -> None:
     """Raise UserError if a file cannot be written, before minutes of work instead of after them."""
     if path is None:
         return
@@ -182,7 +182,7 @@ def check_out(path: Path | None) -> None:
         "permission denied": not os.access(path if path.exists() else path.parent, os.W_OK),
     }
     if problem := next((problem for problem, there in problems.items() if there), None):
-        raise UserError(f"cannot write {path}: {problem}; name another file with --out")
+        raise UserError(f"cannot write {path}: {problem}; name another file with {option}")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.traffic import TRAFFIC
 
 TILE = 128 * 256
+BOUNDS = ("compute", "memory", "launch", "network")  # what the time of an operator is spent on
 RINGS = ("all-gather", "reduce-scatter")
 GROUPS: dict[Group, str] = {
     "dense": "block",
@@ -122,15 +123,14 @@ class Timing:
     @property
     def bound(self) -> str:
         """The largest part of the time: "compute", "memory", "launch" or "network"; "" where there is no time."""
-        names = ("compute", "memory", "launch", "network")
-        return max(names, key=lambda name: float(getattr(self, name))) if self.seconds else ""
+        return max(BOUNDS, key=lambda name: float(getattr(self, name))) if self.seconds else ""
 
     def waits(self, host: float) -> float:
         """Seconds that the device waits if the host launches a kernel every `host` seconds."""
         return max(0.0, host * self.kernels - self.busy)
 
     def record(self) -> dict[str, Any]:
-        seconds = {f"{name}_seconds": getattr(self, name) for name in ("compute", "memory", "launch", "network")}
+        seconds = {f"{name}_seconds": getattr(self, name) for name in BOUNDS}
         counts = {"flops": self.flops, "bytes": self.nbytes, "intensity": self.intensity, "seconds": self.seconds}
         return {**counts, **seconds, "bound": self.bound}
 

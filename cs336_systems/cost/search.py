@@ -16,7 +16,7 @@ from typing import Any
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.search_space import AXES, COUNTS, RECOMPUTES, Choice, Degrees, Space, placement
+from cs336_systems.cost.search_space import AXES, COUNTS, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
 from cs336_systems.cost.step_time import PARTS, Case
 from cs336_systems.errors import UserError, require_count
 from cs336_systems.host.console import format_bytes
@@ -245,4 +245,9 @@ def _nothing(found: Search, cut: Space, limit: int) -> str:
     if found.nearest:
         least = f"{format_bytes(found.nearest.memory)} on a rank at least"
     fill = f"a plan may fill {format_bytes(usable_memory(system))}"
-    return f"nothing fits {machines}: {least}, and {fill}; {space.more_gpus(system)}"
+    if enough := space.gpus_needed(system):
+        advice = f"it would fit on {enough}"
+    else:
+        release = f" with {space.held}: release one of these, or" if space.fixed else ":"
+        advice = f"no number up to {MOST_GPUS} would do{release} raise the batch"
+    return f"nothing fits {machines}: {least}, and {fill}; {advice}"

@@ -2,9 +2,7 @@
 
 First come all degrees whose product is the number of accelerators. For each, there are choices of microbatch, chunks
 per stage, recomputation, sequence parallelism, ZeRO stage, and of the axes that share a node. The choices multiply, so
-a space can be cut to a number of configurations. Where nothing in a space runs, `more_gpus` advises: it keeps fixed
-choices if it can; if no number of accelerators is enough with them, it releases each in turn, and names those whose
-release needs the fewest.
+a space can be cut to a number of configurations.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -178,26 +176,6 @@ class Space:
                 if sum(peak_bytes(config, self.plan(degrees, choice), self.seq)[1].values()) <= most:
                     return True
         return False
-
-    def more_gpus(self, system: System) -> str:
-        """Text: the number of accelerators that would be enough, or the fixed choice to release if none is."""
-        if enough := self.gpus_needed(system):
-            return f"it would fit on {enough}"
-        never = f"no number up to {MOST_GPUS} would do"
-        if not self.fixed:
-            return f"{never}: raise the batch"
-        never += f" with {self.held}"
-        fewest, named = MOST_GPUS, list[str]()
-        for axis, value in self.fixed.items():
-            others = {name: held for name, held in self.fixed.items() if name != axis}
-            if freed := replace(self, fixed=others).gpus_needed(system, self.gpus, fewest):
-                named = [*(named if freed == fewest else []), option(axis, value)]
-                fewest = freed
-        if named:
-            return f"{never}: without {' or without '.join(named)} it would fit on {fewest}"
-        if freed := replace(self, fixed={}).gpus_needed(system, self.gpus):
-            return f"{never}: without all of these it would fit on {freed}"
-        return f"{never}, nor without: raise the batch"
 
     def _lists(self, degrees: Degrees) -> list[list[Any]]:
         """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""

@@ -21,7 +21,7 @@ with_matplotlib = pytest.mark.skipif(not style.can_plot(), reason="matplotlib is
 SMALLER = {
     "roofline": "--size fairseq-moe-15b --system H100",
     "breakdown": "--size xl --tp 5",
-    "scaling": "--size medium --context 512 --batch-size 16 --per-gpu 1 --most 16 --fixed 1x1 --system B200",
+    "scaling": "--size medium --context 512 --batch-size 16 --per-gpu 1 --most 16 --system B200",
     "degrees": "--size small --context 512 --most 8 --system A100-40GB --system V100-32GB-DGX2",
 }
 
@@ -34,10 +34,8 @@ def test_every_picture_has_an_example():
     ("arguments", "message"),
     [
         ("roofline --out a.gif", "--out a.gif should end in .svg, .png, .pdf"),
-        ("roofline --out nowhere/a.png", "--out nowhere/a.png: there is no folder nowhere"),
+        ("roofline --out nowhere/a.png", "cannot write nowhere/a.png: there is no folder nowhere"),
         ("roofline --out a.svg --tp 5", "96 heads do not divide over tp 5: choose a tp that divides 96"),
-        ("scaling --out a.svg --fixed 8", "--fixed '8' should be tp x pp, such as 8x1"),
-        ("scaling --out a.svg --fixed 8x0", "--fixed '8x0' should be tp x pp, such as 8x1"),
         ("scaling --out a.svg --least 64 --most 8", "--least 64 is more than --most 8"),
         ("degrees --out a.svg --most 6", "--most 6 is not a power of two: take 4"),
         ("all --out nowhere", "Invalid value for '--out': Directory 'nowhere' does not exist."),

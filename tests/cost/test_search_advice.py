@@ -57,39 +57,16 @@ def test_what_is_held_is_not_cut(fixed):
 
 
 def test_what_would_fit_keeps_what_is_held(capsys):
-    held = {"tp": 1, "pp": 1, "zero": 0}
-    for gpus in (2, 16):
-        line = refusal(capsys, f"--size llama-8b --gpus {gpus} --tp 1 --pp 1 --zero 0")
-        assert "no number up to 1048576 would do with --tp 1 --pp 1 --zero 0: without" in line
-        advised, fewest = set(re.findall(r"without --(\w+)", line)), int(line.split()[-1])
-        assert advised
-        needs = {}
-        for axis in held:
-            fixed = {name: value for name, value in held.items() if name != axis}
-            try:
-                needs[axis] = bool(search(LLAMA, LLAMA.context_length, A100, fewest, 512, fixed=fixed).running)
-            except UserError:
-                needs[axis] = False
-        assert {axis for axis, fits in needs.items() if fits} == advised
+    line = refusal(capsys, "--size llama-8b --gpus 2 --tp 1 --pp 1 --zero 0")
+    assert line.endswith("no number up to 1048576 would do with --tp 1 --pp 1 --zero 0: release one of these, or raise "
+                         "the batch")  # fmt: skip
     assert refusal(capsys, "--size llama-8b --gpus 2 --tp 1 --pp 1").endswith("it would fit on 4")
     line = refusal(capsys, "--size gpt3-175b --gpus 32 --tp 2 --zero 0 --recompute none")
     enough = int(line.split("it would fit on ")[1])
     fixed = {"tp": 2, "zero": 0, "recompute": "none"}
     assert search(GPT3, 2048, A100, enough, 512, fixed=fixed, limit=500).running
     assert enough > Space(GPT3, 2048, 32, Plan(global_batch=512), 8).gpus_needed(A100)
-
-
-def test_nothing_to_release(capsys):
-    line = refusal(capsys, "--size gpt3-175b --gpus 1 --batch-size 1 --tp 1 --pp 1 --dp 1 --zero 0")
-    assert line.endswith("with --tp 1 --pp 1 --dp 1 --zero 0: without --pp 1 or without --zero 0 it would fit on 64")
-    # A stage of one layer is still too large for a small memory, unless tensor parallelism splits it.
-    small, held = replace(A100, memory=20e9), {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "zero": 0}
-    with pytest.raises(UserError, match="--cp 1 --zero 0: without all of these it would fit on") as error:
-        search(GPT3, 2048, small, 1, 64, fixed=held)
-    assert search(GPT3, 2048, small, int(str(error.value).split()[-1]), 64, limit=2000).running
     none, shallow = replace(A100, memory=1e3), GPT3.override(num_layers=2, num_heads=2)
-    with pytest.raises(UserError, match="would do with --tp 1, nor without: raise the batch"):
-        search(shallow, 64, none, 2, 2, fixed={"tp": 1})
     with pytest.raises(UserError, match="would do: raise the batch"):
         search(shallow, 64, none, 2, 2)
 

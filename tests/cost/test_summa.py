@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.cost.__main__ import main
-from cs336_systems.cost.notebook.summa import Grid, block_cost, grids, product_cost, rows_for_summa
+from cs336_systems.cost.notebook.summa import Grid, block_cost, grids, product_cost
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_count, run_command
 
@@ -176,16 +176,6 @@ def test_a_block_by_hand():
     assert two.buffers == (4 * stream + 4 * square_) // 64  # of fc2
 
 
-@pytest.mark.parametrize(("width", "hidden", "side"), [(1024, 4096, 2), (1024, 4096, 4), (768, 2048, 4)])
-def test_from_how_many_rows_on_summa_receives_less(width, hidden, side):
-    rows = rows_for_summa(width, hidden, side)
-    step = side * side
-    below, above = (int(rows / step) * step, int(rows / step + 1) * step)
-    for count, less in ((below, False), (above, True)):
-        two, one = (block_cost(grid, count, width, hidden) for grid in (Grid("2d", side), Grid("1d", side**2)))
-        assert (two.received < one.received) is less
-
-
 def test_grids_of_so_many_ranks():
     assert grids(8) == (Grid("1d", 8), Grid("2.5d", 2, 2), Grid("tesseract", 2, 2), Grid("3d", 2))
     assert grids(12) == (Grid("1d", 12), Grid("tesseract", 2, 3))
@@ -207,6 +197,5 @@ def test_every_grid_has_a_row(capsys):
         cost = block_cost(grid, 4096, 12_288, 49_152)
         assert format_count(cost.received / 64) in row
         assert format_count(cost.flops) in row
-    assert f"from {rows_for_summa(12_288, 49_152, 8):,.0f} tokens on" in lines[-1]
     assert run_command(main, ["explain", "grids", "--ranks", "7", "--tokens", "4096"]) == 0
     assert "must be a positive multiple of 7" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """`explain`: derivations of a step, and of answers to the course's accounting questions; templates have the words."""
 
 from collections import Counter
-from itertools import chain
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
 from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
-from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
+from cs336_systems.cost.notebook.summa import block_cost, grids
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective
 from cs336_systems.cost.step_time import (
@@ -47,14 +46,10 @@ class Topics(click.Group):
         return click.Command(cmd_name, params=[given], help=about, callback=lambda numbers: _answer(cmd_name, numbers))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, rows in self.listed().items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-    def listed(self) -> dict[str, list[tuple[str, str]]]:
-        """(name, what it explains) of commands and of questions."""
-        commands = [(name, each.get_short_help_str(100)) for name, each in self.commands.items()]
-        return {"Commands": commands, "Questions of the course": [(name, q.title) for name, q in QUESTIONS.items()]}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(100)) for name, each in self.commands.items()])
+        with formatter.section("Questions of the course"):
+            formatter.write_dl([(name, question.title) for name, question in QUESTIONS.items()])
 
 
 @click.group("explain", cls=Topics, invoke_without_command=True)
@@ -66,10 +61,7 @@ def command(context: click.Context) -> None:
     command it lists what can be explained.
     """
     if context.invoked_subcommand is None:
-        table = Table.grid(padding=(0, 2))
-        for row in chain.from_iterable(command.listed().values()):
-            table.add_row(*row)
-        console().print(table)
+        click.echo(context.get_help())
 
 
 @command.command("step")
@@ -101,9 +93,6 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
         "bytes: received; held (operands and results); most in buffers at once."
     )
     screen.print(new_table(["grid", "FLOPs:n", "received:n", "held:n", "in buffers:n"], rows))
-    for side in (grid.side for grid in grids(ranks) if grid.kind == "2d"):
-        least = rows_for_summa(config.d_model, config.d_ff, side)
-        screen.print(f"2D on {side} x {side} ranks receives less than 1D from {least:,.0f} tokens on.")
 
 
 def _answer(name: str, numbers: tuple[str, ...]) -> None:

@@ -1,6 +1,5 @@
 """`python -m cs336_systems.cost fit FILE...`: the model's constants from measured times, and how far to trust them."""
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import exp
@@ -14,7 +13,7 @@ from cs336_systems.cost.commands.request import on_command_line, take
 from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
+from cs336_systems.cost.fitting.observations import WHAT, Observation, What, read_measured
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
 from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
@@ -33,9 +32,6 @@ class FitOptions:
     only: str | None = setting(None, f"Constants to fit, of {', '.join(NAMES)}.  [default: all]")
     use: tuple[What, ...] = setting(
         (), "What to fit to; may be repeated.  [default: all but optimizer]", type=click.Choice(WHAT)
-    )
-    leave_out: tuple[str, ...] = setting(
-        (), "Runs of this name, in which * is anything, are predicted, not fitted to; may be repeated."
     )
     out: Path | None = setting(None, "File to write the constants to.", type=FILE)
 
@@ -60,21 +56,15 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
-    names = dict.fromkeys(each.run.id for each in found)
-    if missing := [pattern for pattern in asked.leave_out if not fnmatch.filter(names, pattern)]:
-        raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
-    apart = [each for each in found if any(fnmatch.fnmatch(each.run.id, pattern) for pattern in asked.leave_out)]
-    fitted = [each for each in found if each not in apart]
-    if not fitted:
-        why = "--leave-out leaves nothing" if found else f"no file has a time of what --use asks for, {', '.join(use)}"
-        raise UserError(f"there is nothing to fit to: {why}")
-    result = fit(fitted, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
+    if not found:
+        raise UserError(f"there is nothing to fit to: no file has a time of what --use asks for, {', '.join(use)}")
+    result = fit(found, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console()
     parts = {"notes": _notes(found), "constants": constants_table(result)}
-    parts["observations"] = observations_table(result, fitted, apart)
-    print_page(screen, "fit", summary(result, fitted, apart), parts)
+    parts["observations"] = observations_table(result, found)
+    print_page(screen, "fit", summary(result, found), parts)
     if asked.out:
-        write_json(asked.out, _record(result, fitted))
+        write_json(asked.out, _record(result, found))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
 
 
@@ -121,30 +111,27 @@ def constants_table(result: Calibration) -> Table:
     return new_table(["", "before", "after", "±:.0%", "from the data:.0%", "<source"], rows, "Constants")
 
 
-def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
+def observations_table(result: Calibration, fitted: Sequence[Observation]) -> Table:
     """Table of each measured time, and the errors of its predictions."""
-    logs: list[tuple[float | None, ...]] = [*zip(result.before, result.after, result.left_out, strict=True)]
-    logs += [(log_ratio(each, result.prior), None, log_ratio(each, result.constants)) for each in apart]
+    logs = zip(result.before, result.after, result.left_out, strict=True)
     rows = [
-        [each.run.id, each.what, each.seconds, *(None if log is None else exp(log) - 1 for log in some)]
-        for each, some in zip((*fitted, *apart), logs, strict=True)
+        [each.run.id, each.what, each.seconds, *(exp(log) - 1 for log in some)]
+        for each, some in zip(fitted, logs, strict=True)
     ]
     columns = ["~run", "<what", "measured:s", "before:+.1%", "after:+.1%", "if left out:+.1%"]
     return new_table(columns, rows, "Predicted against measured")
 
 
-def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> dict[str, Any]:
+def summary(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]:
     """Machines and stacks of the runs, mean and worst errors, and what is beyond the model."""
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
-    if apart:
-        ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
     summed = ((name, *summed_up(exp(log) - 1 for log in logs)) for name, logs in ways)
     texts = (f"{size:.1%} {name} (worst {abs(worst):.0%})" for name, size, _, worst in summed)
-    stacks = dict.fromkeys(each.run.plan.stack for each in (*fitted, *apart))
+    stacks = dict.fromkeys(each.run.plan.stack for each in fitted)
     pairs = zip(fitted, result.after, strict=True)
     far = [f"{each.run.id} ({each.what})" for each, log in pairs if not 1 / FAR < exp(log) < FAR]
     return {
-        "machines": ", ".join(dict.fromkeys(each.run.system.name for each in (*fitted, *apart))),
+        "machines": ", ".join(dict.fromkeys(each.run.system.name for each in fitted)),
         "stacks": ", ".join(stacks) if len(stacks) > 1 else None,
         "count": len(fitted),
         "means": ", ".join(texts),

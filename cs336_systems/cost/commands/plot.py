@@ -69,27 +69,22 @@ def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> Non
 @click.option("--per-gpu", default=4, show_default=True, type=COUNT, help="Sequences for each GPU: weak scaling.")
 @click.option("--least", default=8, show_default=True, type=COUNT, help="Accelerators to begin with, then doubled.")
 @click.option("--most", default=4096, show_default=True, type=COUNT, help="Accelerators to end with.")
-@click.option(
-    "--fixed", multiple=True, default=("1x1", "2x1", "8x1", "1x8", "8x8"), show_default=True,
-    help="tp x pp that is drawn besides the best; may be repeated.",
-)  # fmt: skip
 @click.option("--zero", default=1, show_default=True, type=click.IntRange(0, 3), help="ZeRO stage.")
 @stack_option
 @options(MachineOptions, ModelOptions)
 def scaling_command(
-    out: Path, batch_size: int, per_gpu: int, least: int, most: int, fixed: tuple[str, ...], zero: int,
-    stack: StackName | None, **given: Any,
-) -> None:  # fmt: skip
+    out: Path, batch_size: int, per_gpu: int, least: int, most: int, zero: int, stack: StackName | None, **given: Any
+) -> None:
     """MFU and tokens per second by number of accelerators: strong and weak, of the best plan and of fixed ones."""
     model = take(ModelOptions, given)
     config, name = model.model_config(), model.stack(stack, zero)
     if least > most:
         raise UserError(f"--least {least} is more than --most {most}")
-    pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine(name)
+    system = take(MachineOptions, given).machine(name)
     base = Plan(zero=zero, overlap=system.overlap, stack=name)
     study = Case(config, base, config.context_length, system)
     counts = [least << k for k in range((most // least).bit_length())]
-    _write(scaling.draw(study, counts, batch_size, per_gpu, pairs), out)
+    _write(scaling.draw(study, counts, batch_size, per_gpu), out)
 
 
 @command.command("degrees")
@@ -134,10 +129,3 @@ def _warned(request: Request) -> Request:
     for line in request.warnings():
         click.echo(printable(f"note: {line}"), err=True)
     return request
-
-
-def _pair(text: str) -> tuple[int, int]:
-    tp, times, pp = text.partition("x")
-    if not (times and tp.isdecimal() and pp.isdecimal() and int(tp) and int(pp)):
-        raise UserError(f"--fixed {text!r} should be tp x pp, such as 8x1")
-    return int(tp), int(pp)

@@ -108,17 +108,3 @@ def grids(ranks: int) -> tuple[Grid, ...]:
             kinds: tuple[Kind, ...] = ("2.5d", "tesseract") if side % depth == 0 else ("tesseract",)
             found += [Grid(kind, side, depth) for kind in kinds] + [Grid("3d", side)] * (depth == side)
     return tuple(found)
-
-
-def rows_for_summa(d_model: int, d_ff: int, side: int) -> float:
-    """Number of tokens from which on a block's forward receives less on `side x side` ranks than on as many in a line;
-    `side` is at least 2.
-
-    For r tokens, e = d_model, f = d_ff and p = q^2, a rank receives 4 (p - 1) / p r e in 1d, and (q - 1) / p (r (3 e +
-    f) + w) in 2d, where w = 4 e^2 + 2 e f weights travel too, however few the tokens. Infinite where 1d always receives
-    less.
-    """
-    weights = 4 * d_model**2 + 2 * d_model * d_ff
-    streams = 3 * d_model + d_ff  # of A, a row of each product
-    saved = 4 * (side + 1) * d_model - streams
-    return weights / saved if saved > 0 else float("inf")

@@ -20,6 +20,7 @@ from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig
 
 Pair = tuple[int, int]  # tp, pp
+FIXED: tuple[Pair, ...] = ((1, 1), (2, 1), (8, 1), (1, 8), (8, 8))  # drawn besides the best
 
 
 def plans(study: Case, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator[tuple[ModelConfig, Plan]]:
@@ -39,7 +40,7 @@ def plans(study: Case, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator
 
 
 def curves(
-    study: Case, counts: Sequence[int], batches: Sequence[int], fixed: Sequence[Pair]
+    study: Case, counts: Sequence[int], batches: Sequence[int], fixed: Sequence[Pair] = FIXED
 ) -> dict[str, dict[int, StepTime]]:
     """The fastest step by number of accelerators, where one fits: of the best plans (tp up to the node, pp up to the
     layers, powers of two), and of each fixed (tp, pp). Raises UserError if nothing fits at all."""
@@ -58,7 +59,7 @@ def curves(
     return {name: line for name, line in found.items() if line}
 
 
-def draw(study: Case, counts: Sequence[int], batch: int, each: int, fixed: Sequence[Pair]) -> Any:
+def draw(study: Case, counts: Sequence[int], batch: int, each: int) -> Any:
     """A matplotlib Figure of two panels: strong scaling of a batch, weak scaling of `each` rows per accelerator."""
     kinds = {
         f"Strong: {batch} sequences of {study.seq} tokens in a step": [batch] * len(counts),
@@ -69,7 +70,7 @@ def draw(study: Case, counts: Sequence[int], batch: int, each: int, fixed: Seque
     figure = new_figure(13, 5.2, [study.system], heading)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (title, batches) in zip(panels, kinds.items(), strict=True):
-        _panel(axes, curves(study, counts, batches, fixed), counts)
+        _panel(axes, curves(study, counts, batches), counts)
         tidy(axes, title)
     top = max(line.get_ydata().max() for axes in panels for line in axes.lines)
     panels[0].set(ylim=(0, top * 1.1), ylabel="MFU")

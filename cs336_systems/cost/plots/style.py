@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from cs336_systems.cost.domain import MACHINES
-from cs336_systems.cost.machines import System
+from cs336_systems.cost.machines import System, check_out
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import plot_text
@@ -27,13 +27,12 @@ def can_plot() -> bool:
 
 
 def check_path(path: Path, option: str = "--out") -> Path:
-    """The path. Raises UserError where no picture can be written: matplotlib, the folder or the suffix is missing."""
+    """The path. Raises UserError where no picture can be written: without matplotlib, a known suffix or permission."""
     if not can_plot():
         raise UserError(HOW_TO_PLOT)
     if path.suffix not in SUFFIXES:
         raise UserError(f"{option} {path} should end in {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    check_out(path, option)
     return path
 
 
