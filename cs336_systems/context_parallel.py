@@ -26,7 +26,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cs336_systems.comm import Exchange, Group, pairs, receive, send
+from cs336_systems.comm import Exchange, Group, default_group, pairs, receive, send
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_context
@@ -76,13 +76,13 @@ def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> lis
     return [sum(at.area(rows) for keys in parts for at in visible.rectangles(own, keys)) for own in parts]
 
 
-def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ring") -> TransformerLM:
+def context_parallel(model: TransformerLM, group: Group | None = None, kind: ContextType = "ring") -> TransformerLM:
     """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. Its inputs must come from
     `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets, and the
     gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
     UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
     require_transformer(model)
-    if group.size() == 1:
+    if (group := default_group(group)).size() == 1:
         return model
     ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
     if kind not in ways:

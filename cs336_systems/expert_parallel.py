@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all
+from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import GroupedLinear, even_shares
@@ -90,11 +90,12 @@ class ExpertParallel:
         return nn.ModuleList(layer.experts for layer in self.layers())
 
 
-def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
+def expert_parallel(model: TransformerLM, group: Group | None = None, data: Group | None = None) -> ExpertParallel:
     """Split the experts of a model, or of a pipeline's `stage.model`, over a group, in place. Every rank has all of
     them before. `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts
     do not divide."""
-    config, data = require_transformer(model).config, data or group
+    config, group = require_transformer(model).config, default_group(group)
+    data = data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()
     names = {name for name, _ in model.named_parameters() if ".experts." in name}

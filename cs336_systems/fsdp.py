@@ -50,8 +50,7 @@ class FSDP(Wrapper):
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
-    are registered and every output counts in the loss. torch.compile works on the blocks, but not on the whole.
-    """
+    are registered and every output counts in the loss. torch.compile works on the blocks, but not on the whole."""
 
     gradients = Sharded(in_flight=2)
 
@@ -145,8 +144,8 @@ class FSDP(Wrapper):
 
     @uncompiled
     def _after_bare_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the weights that an evaluation of the bare module has gathered; no backward will."""
-        if not (self.in_forward or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1):
+        """Free the weights that a pass of the bare module without a gradient has gathered; no backward will."""
+        if not (self.in_forward or tensors_with_gradient(output) or torch._C._current_graph_task_id() != -1):
             for weight in self.sharded:
                 weight.reshard()
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
 
 from kernels.checks import AdamWBase, check_shape
 from kernels.launch import jit, launch, runs_triton, tl
@@ -194,6 +195,7 @@ class FusedAdamW(AdamWBase):
                     moment = state_dict["state"][number][name]  # as saved: torch cuts it down to the parameter's dtype
                     self.state[param][name] = moment.to(param.device, copy=True)
 
+    @uncompiled
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
         fused, alive = [], []  # alive: gradients, of which the kernel has addresses only

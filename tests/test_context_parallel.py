@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import CommError, all_reduce, fake_ranks, record
+from cs336_systems.comm import CommError, Mesh, all_reduce, fake_ranks, record
 from cs336_systems.context_parallel import attention_work, context_parallel, join_sequence, parts_of, split_sequence
 from cs336_systems.data.corpus import IGNORED, Batch
 from cs336_systems.errors import UserError
@@ -313,9 +313,11 @@ def test_what_cannot_be_split_is_refused():
         with pytest.raises(UserError, match="10 tokens do not divide into 2 x cp 2 = 4 parts"):
             split_sequence(Batch(torch.zeros(1, 10, dtype=torch.int64)), group)
         with pytest.raises(UserError, match="is called 'Ring': choose from ring, gather, ulysses"):
-            context_parallel(TransformerLM(CONFIG, "meta"), group, "Ring")
+            context_parallel(TransformerLM(CONFIG, "meta"), kind="Ring")
         model = context_parallel(TransformerLM(replace(CONFIG, num_heads=2)), group, "ulysses")
-        tensor_parallel(model, group)
+        with pytest.raises(UserError, match="tp 2 is not a process group that this rank is in"):
+            tensor_parallel(model, Mesh(tp=2))
+        tensor_parallel(model)
         with pytest.raises(UserError, match="1 heads on each rank do not divide over cp 2: use ring or gather"):
             model.run_blocks(Batch(torch.zeros(1, SEQ // 2, dtype=torch.int64)))
     assert attention_work(1, 33) == [33 * 34 // 2]

@@ -213,7 +213,10 @@ def test_gradients_lie_in_their_buckets():
 
 IMPOSSIBLE = (
     *(({"bucket_size_mb": size}, f"a bucket has 0 MB or more, not {size!r}") for size in (-1.0, float("nan"), "25")),
-    ({"ignored": ["first.weight"]}, "`ignored` are parameters, not a str"),
+    (
+        {"ignored": ["first.weight", *make().parameters()][:3]},
+        "`ignored` are parameters of the module, which 3 of them",
+    ),
     ({"module": [1]}, "BucketedDDP wraps a torch.nn.Module, not a list"),
 )
 

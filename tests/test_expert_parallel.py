@@ -267,7 +267,7 @@ def refused_case(group) -> None:
     sparse = whole_layer(CONFIG)
     expert_parallel(sparse, group)
     with pytest.raises(UserError, match="experts are split over ranks already"):
-        expert_parallel(sparse, group)
+        expert_parallel(sparse)
 
 
 def test_a_model_that_does_not_divide_is_refused_on_every_rank():

@@ -43,6 +43,9 @@ def freed_case(group) -> None:
     with torch.no_grad():
         model.module(torch.zeros(2, 4, dtype=torch.int64))
     assert all(map(empty, model.sharded)), "no backward frees what an evaluation of the bare module has gathered"
+    frozen = FSDP(make(seed=0).requires_grad_(False))
+    frozen.module(torch.zeros(2, 4, dtype=torch.int64))
+    assert all(map(empty, frozen.sharded)), "nor what a frozen module has gathered"
     for parameter in model.parameters():
         if parameter.grad is not None:
             assert parameter.grad.shape == parameter.shape

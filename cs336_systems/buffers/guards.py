@@ -227,8 +227,8 @@ class Wrapper(nn.Module):
         if not isinstance(module, nn.Module):
             raise UserError(f"{type(self).__name__} wraps a torch.nn.Module, not a {type(module).__name__}")
         ignored = set(ignored)
-        if others := [type(each).__name__ for each in ignored if not isinstance(each, nn.Parameter)]:
-            raise UserError(f"`ignored` are parameters, not a {others[0]}")
+        if foreign := ignored - {*module.parameters()}:
+            raise UserError(f"`ignored` are parameters of the module, which {len(foreign)} of them are not")
         self.module, self.group = module, default_group(group)
         self.guard = Guard(type(self).__name__, kind, module, self.group, ignored)
         if isinstance(self.gradients, Sharded):

@@ -121,8 +121,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
     it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
     rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient that is kept whole
-    beside them, get a NaN if some shard has a number that is not finite.
-    """
+    beside them, get a NaN if some shard has a number that is not finite."""
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
         bucket.finish()

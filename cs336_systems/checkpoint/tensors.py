@@ -167,8 +167,8 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
         parts[-1].append(piece)
     for number, part in enumerate(parts):
         described = {each.key: (each.name, each.kind, *each.box, each.first) for each in part}
-        if len(described) < len(part):
-            raise ValueError(f"two pieces of one tensor on a rank, or two names alike, among {list(described)}")
+        if len(described) < len(part) or "__metadata__" in described:
+            raise ValueError(f"two pieces of one tensor on a rank, names alike or reserved, among {list(described)}")
         part.sort(key=lambda each: -each.tensor.itemsize)  # so every tensor begins at a multiple of its elements' size
         chunks = contents(part, {"pieces": described, "scalars": {} if number else scalars})
         name = f"rank-{rank:05d}-{number:02d}.safetensors"

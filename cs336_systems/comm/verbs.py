@@ -35,8 +35,7 @@ class Work:
 
     `launching` encloses the call that starts it. A group of one rank starts nothing, and its work is done at once.
     A collective without a tag is matched with the next one that each other rank launches. So that a mismatch is found,
-    its `history` (a hash, not 0) is compared with those of this machine's ranks, before and after.
-    """
+    its `history` (a hash, not 0) is compared with those of this machine's ranks, before and after."""
 
     def __init__(self, event: Event, group: Group, number: int, history: int = 0) -> None:
         self.event, self.group, self.number, self.history, self.entry = event, group, number, history, -1
@@ -141,8 +140,7 @@ def _tag(kind: str, group: Group) -> tuple[int, int]:
     """Count a collective or message of this kind in a group; returns its number and a tag that no other has.
 
     gloo matches any two operations with the same tag, even of different sizes, without an error. A kind names verb,
-    label and size, so ranks that launch the same work in different orders still match.
-    """
+    label and size, so ranks that launch the same work in different orders still match."""
     number = count(group, kind)
     return number, zlib.crc32(f"{kind} {number}".encode()) >> 1
 
@@ -160,17 +158,19 @@ def _collective(
         yield work
 
 
-def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction = "sum") -> Tensor:
+def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction | None = None) -> Tensor:
     """View a tensor as a vector. Raises ValueError for one that is not contiguous, unless it is a vector and sent over
-    shared memory, one that does not divide into slices, an unknown reduction, and a mean of integers."""
+    shared memory, one that does not divide into slices, an unknown reduction, a mean of integers, a sum of float8."""
     if not flat.is_contiguous() and (flat.dim() > 1 or not transport.serves(group, flat)):
         raise ValueError(f"a tensor of shape {tuple(flat.shape)} is not contiguous: give its .contiguous()")
     if flat.numel() % slices:
         raise ValueError(f"{flat.numel()} elements do not divide into slices of {slices} ranks")
-    if reduction not in REDUCTIONS:
+    if reduction not in (None, *REDUCTIONS):
         raise ValueError(f"no reduction is called {reduction!r}: choose from {', '.join(REDUCTIONS)}")
     if reduction == "mean" and not (flat.is_floating_point() or flat.is_complex()):
         raise ValueError(f"a mean needs a floating-point dtype, not {flat.dtype}: use reduction='sum'")
+    if reduction and flat.is_cpu and str(flat.dtype)[6:].startswith(("float8", "uint16", "uint32", "uint64")):
+        raise ValueError(f"torch cannot add {flat.dtype}: reduce a copy in a wider dtype, as .float() or .long() give")
     return flat.detach().view(-1)
 
 
@@ -203,8 +203,7 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
 
 def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Literal["mean", "sum"] = "mean") -> Work:
     """Replace the r-th of equal slices of `flat`, on rank r, by its mean (or sum) over all ranks. Other slices become
-    undefined. On CPUs terms are added in the order of the ranks, so the result does not depend on the buckets.
-    """
+    undefined. On CPUs terms are added in the order of the ranks, so the result does not depend on the buckets."""
     ranks, me = group.size(), group.rank()
     gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     flat = _as_vector(flat, group, ranks, reduction)

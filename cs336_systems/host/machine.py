@@ -5,6 +5,7 @@ import gc
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -34,8 +35,11 @@ def device_name(device: torch.device) -> str:
 
 
 def allowed_cores() -> int:
-    """Number of CPU cores that this process and its children may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores that this process and its children may use; a part of one counts as one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for quota, period in (" ".join(texts).split() for texts in _group_files("cpu")):
+        cores = min(cores, -(-int(quota) // int(period))) if quota.isdigit() else cores  # not max, or -1
+    return cores
 
 
 def _fields(path: str) -> dict[str, str]:
@@ -56,26 +60,29 @@ def available_memory(device: torch.device) -> int:
     return max(0, min([int(free.split()[0]) * 1024, *_room_in_groups()]))
 
 
-# Files and statistic of Linux's control groups, versions 2 and 1: limit, use, and file cache that can be dropped.
+# Files of Linux's control groups, versions 2 and 1.
 GROUPS = {
-    "": ("max", "current", "inactive_file"),
-    "memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+    "cpu": (("max",), ("cfs_quota_us", "cfs_period_us")),
+    "memory": (("max", "current", "stat"), ("limit_in_bytes", "usage_in_bytes", "stat")),
 }
 
 
-def _room_in_groups() -> list[int]:
-    """Bytes left below every limit of this process's control groups and those around, as of a container or a job."""
-    rooms = []
+def _group_files(kind: str) -> Iterator[list[str]]:
+    """Texts of the files of this process's control groups of a kind and those around, as of a container or a job."""
     for place in _fields("/proc/self/cgroup").values():  # such as `memory:/docker/1`, and in version 2 `:/job_1`
         controller, _, path = place.partition(":/")
         inner = Path("/sys/fs/cgroup", controller, path)
-        for folder in (inner, *inner.parents) if controller in GROUPS else ():
-            limit, used, cache = GROUPS[controller]
+        for folder in (inner, *inner.parents) if kind in (controller or kind).split(",") else ():
             with suppress(OSError):
-                room, use, stat = ((folder / f"memory.{name}").read_text() for name in (limit, used, "stat"))
-                if room.strip().isdigit():
-                    rooms.append(int(room) - int(use) + int(dict(map(str.split, stat.splitlines())).get(cache, 0)))
-    return rooms
+                yield [(folder / f"{kind}.{name}").read_text() for name in GROUPS[kind][bool(controller)]]
+
+
+def _room_in_groups() -> Iterator[int]:
+    """Bytes left below every limit, with the file cache that can be dropped."""
+    for room, use, stat in _group_files("memory"):
+        if room.strip().isdigit():
+            kept = dict(map(str.split, stat.splitlines()))
+            yield int(room) - int(use) + int(kept.get("total_inactive_file", kept.get("inactive_file", 0)))
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -52,7 +52,7 @@ def find_places(batch: Batch, parts: PartsOf | None) -> Places:
                 f"positions are {positions.dtype} of shape {shape}: whole numbers of shape {meant} are meant"
             )
         positions = positions.long()
-        if (positions * (positions - F.pad(positions, (1, -1), value=-1) - 1)).any():
+        if (positions * (positions - F.pad(positions, (1, 0), value=-1)[:, :-1] - 1)).any():
             raise UserError("a row's positions begin at 0 and count up, again from 0 in each document, also a cut one")
     return Places(None if parts is None else index, index if positions is None else positions[:, index], length)
 

@@ -103,7 +103,7 @@ class Visible:
 def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
     """Cut a rank's tokens where documents begin: at the places `starts`, ascending, of which the first is 0."""
     index = 0
-    for part in parts:
+    for part in filter(len, parts):
         within = starts[bisect_right(starts, part.start) : bisect_left(starts, part.stop)]
         for first, last in pairwise([part.start, *within, part.stop]):
             yield Segment(index, first, last - first, starts[bisect_right(starts, first) - 1])

@@ -200,6 +200,8 @@ class TransformerLM(nn.Module):
             if each is not None and each.shape != tokens.shape:
                 shapes = f"{name}: shape {tuple(each.shape)}, tokens: shape {tuple(tokens.shape)}"
                 raise UserError(f"{shapes}; one value per token is meant")
+        if token_types is not None and not self.config.token_types:
+            raise UserError("token_types were given, but the model has none: its configuration has token_types=0")
         batch = Batch(tokens, targets, None, token_types, padding_mask, positions=positions)
         x = self.run_blocks(batch)
         return self.finish(x) if targets is None else self.losses(x, batch, "mean").tokens

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.replicas import require_equal
-from cs336_systems.comm import Group, broadcast, pairs
+from cs336_systems.comm import Group, broadcast, default_group, pairs
 from cs336_systems.errors import UserError
 from cs336_systems.layout import check_divides, padded_vocabulary
 from cs336_systems.model.feed_forward import GroupedLinear
@@ -67,13 +67,13 @@ class TensorParallel:
 
 
 def tensor_parallel(
-    model: TransformerLM, group: Group, sequence: bool = False, vocabulary_multiple: int = 1
+    model: TransformerLM, group: Group | None = None, sequence: bool = False, vocabulary_multiple: int = 1
 ) -> TensorParallel:
     """Split a model, or a pipeline's stage, over a group, in place. All ranks take the first rank's values. `sequence`
     also splits the residual stream between layers, along the sequence. The vocabulary is padded to a multiple of
     `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads, d_ff
     or a vocabulary that do not divide, and for ranks whose models differ in structure."""
-    config = require_transformer(model).config
+    config, group = require_transformer(model).config, default_group(group)
     check_divides(config, group.size())
     plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
     if group.size() == 1:

@@ -66,6 +66,8 @@ def spoiled(change: str) -> tuple[list[Piece], dict, dict]:
             pieces[0] = Piece(first.name, first.kind, first.box, 0, first.tensor[1:])
         case "twice":
             pieces.append(first)
+        case "a reserved name":
+            pieces.append(Piece("__metadata__", first.kind, first.box, 0, first.tensor))
         case "NaN in the state":
             state = {"loss": math.nan}
         case "no JSON":
@@ -85,6 +87,7 @@ def spoiled(change: str) -> tuple[list[Piece], dict, dict]:
             r"a.weight \(value\) lacks elements, .* of a box of 24 the next run begins at 24, not at 23",
         ),
         ("twice", "rank 0: ValueError: two pieces of one tensor on a rank"),
+        ("a reserved name", "rank 0: ValueError: .*names alike or reserved, among .*'__metadata__'"),
         ("NaN in the state", "ValueError: Out of range float"),
         ("no JSON", "TypeError: .*not JSON serializable"),
         ("scalars", "rank 0: ValueError: Out of range float"),

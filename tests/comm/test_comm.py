@@ -261,6 +261,10 @@ def wrong_case(group) -> None:
     for call, message in (
         (lambda: all_reduce(odd, group, reduction="median"), "no reduction is called 'median'"),
         (lambda: all_reduce(whole, group), "a mean needs a floating-point dtype, not torch.int64"),
+        (
+            lambda: all_reduce(whole.to(torch.float8_e5m2), group),
+            "torch cannot add torch.float8_e5m2: reduce a copy in a",
+        ),
         (lambda: all_reduce(torch.ones(2, 3).t(), group), "a tensor of shape (3, 2) is not contiguous"),
         (lambda: all_gather(odd, group), "5 elements do not divide into slices of 2 ranks"),
         (lambda: reduce_scatter(odd, group), "5 elements do not divide into slices of 2 ranks"),

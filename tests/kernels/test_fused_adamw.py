@@ -1,6 +1,7 @@
 """FusedAdamW against float64, torch and the written-out AdamW: values, launches, tables, views."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_the_learning_rate_of_now_counts():
         for schedule in schedules:
             schedule.step()
     assert_close(ours, truth)
+
+
+def test_a_compiled_step_is_the_same():
+    ours = make()
+    compiled = copies(ours)
+    gradients = [torch.randn_like(p) for p in ours]
+    for params, compile in ((ours, lambda step: step), (compiled, partial(torch.compile, backend="eager"))):
+        give(gradients, params)
+        compile(FusedAdamW(params).step)()
+    assert all(map(torch.equal, ours, compiled))
 
 
 def test_parameters_without_a_gradient_stay_and_count_no_step():

@@ -272,8 +272,10 @@ def test_what_cannot_be_computed_is_refused():
     with pytest.raises(UserError, match=r"targets: shape \(7,\), tokens: shape \(1, 7\)"):
         lm_loss(TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long), torch.zeros(7, dtype=torch.long))
     with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):
-        TransformerLM(replace(TOY, attention="flash"))(*[torch.zeros(1, 7, dtype=torch.long)] * 2, torch.ones(1, 7))
+        TransformerLM(replace(TOY, attention="flash"))(torch.zeros(1, 7, dtype=torch.long), None, torch.ones(1, 7))
     tokens = torch.zeros(1, 7, dtype=torch.long)
+    with pytest.raises(UserError, match="token_types were given, but the model has none"):
+        TransformerLM(TOY)(tokens, token_types=tokens)
     with pytest.raises(UserError, match=r"padding_mask: shape \(1, 6\), tokens: shape \(1, 7\)"):
         TransformerLM(TOY)(tokens, padding_mask=tokens[:, 1:] == 0)
     with pytest.raises(UserError, match=r"the padding mask is torch\.int64: it must be torch\.bool, True"):
@@ -282,6 +284,7 @@ def test_what_cannot_be_computed_is_refused():
         with pytest.raises(UserError, match="positions begin at 0 and count up"):
             TransformerLM(TOY)(tokens, positions=torch.tensor([cut]))
     assert TransformerLM(TOY)(tokens, positions=torch.arange(7, dtype=torch.uint8)[None]).shape[:2] == (1, 7)
+    assert TransformerLM(TOY)(tokens[:, :0], positions=tokens[:, :0]).shape[:2] == (1, 0)
     with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
         replace(TOY, attention="flash", dropout=0.1)
 
