@@ -80,6 +80,8 @@ class Diagnosis(Evidence):
             parts = torch.stack([notes.tensors.get(wrong.key, wrong.want) for notes in self.got])
             if largest(parts.square().sum().sqrt() - wrong.want) <= self.tolerance(wrong.key, wrong.want):
                 yield "norm of a share", parts[rank], ""
+            own = [x.norm() for key, x in self.want[rank].tensors.items() if key[:2] == (step, "local")]
+            yield "never synchronised", torch.stack(own).norm(), "until the optimizer's step"
         elif kind == "gradient":
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
@@ -92,11 +94,12 @@ class Diagnosis(Evidence):
                 yield "another step size", wrong.got, f"times {factor:.6g}"
             yield from self._of_update(wrong, before)
         elif step < 0:
-            module = self.case.module(rank if self.case.seeds else 0, rank)
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            if name in tensors:
-                yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
             for other in range(self.world):
+                module = self.case.module(other if self.case.seeds else 0, rank)
+                tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+                if name in tensors:
+                    cause = "not sent" if other == rank else "wrong source"
+                    yield cause, shard(copied(tensors[name]), wrong.got, rank, self.world), f"rank {other}'s"
                 whole = self.want[rank].tensors[wrong.key]
                 yield "another rank's shard", shard(whole, wrong.got, other, self.world), f"rank {other}'s"
         if kind in ("gradient", "weight"):
@@ -147,7 +150,11 @@ class Diagnosis(Evidence):
         if (want := right.get(key)) is None or want.shape != before.shape:
             return
         if step > 0:  # where the state has been loaded, a step has been taken back
-            start = right[step - 2 if self.case.program is reload else step - 1, "weight", name]
+            last = start = right[step - 1, "weight", name]
+            if self.case.program is reload:
+                start, decay = right[step - 2, "weight", name], self.case.options.get("weight_decay", 0.0)
+                moved = (1 - self.case.options["lr"] * decay) * (last - start)
+                yield "own copy", wrong.want + moved, ""
             yield "state lost", self._updated(start, want), ""
             return
         of_gradient = wrong._replace(key=key, want=want)
@@ -182,7 +189,7 @@ class Diagnosis(Evidence):
             yield "partial sum", parts[rank], ""
         yield from self._accumulated(step, name, rank, want)
         if self._unseen(wrong, own[rank]):
-            yield "averaged weights", own[rank], "or the optimizer uses another gradient than .grad"
+            yield "averaged weights", own[rank], ""
         size = -(-want.numel() // n)
         shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
         for value, which in ((own[rank], ""), (shares, "each rank's share of it")):
