@@ -434,6 +434,9 @@ MISTAKES = [
             "training", "stale weights"),
     Planted("the output of a layer that is split by inputs is not summed", TENSOR, "        dist.all_reduce(x)\n", "", "training", "partial output"),
     Planted("a rank has the next rank's columns", TENSOR, "chunk(world, 1)[rank]", "chunk(world, 1)[rank - 1]", "initial weights", "another rank's shard"),
+    Planted("the update of a shard is added to the next one", FLAT, "        dist.all_gather(parts, self.own.detach())\n        whole = torch.cat(parts)[",
+            "        old = self.parts(p.detach() for p in self.params)\n        dist.all_gather(parts, self.own.detach() - old[self.rank])\n"
+            "        whole = (torch.cat(old) + torch.cat(parts[1:] + parts[:1]))[", "weights after 3 steps", "another rank's shard"),
     Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
             "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip
