@@ -106,8 +106,11 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
     """Model and optimizer of a wrapper; it may return both."""
     offered = GIVEN | {"group": group, "process_group": group, "optimizer_cls": cls, **options}
-    model = wrap(module, **accepted(wrap, offered))
+    given = accepted(wrap, offered)
+    model = wrap(module, **given)
     if isinstance(model, tuple):
+        if "optimizer_cls" not in given and cls is not torch.optim.SGD:
+            raise AttributeError("the target makes its optimizer, and has no parameter optimizer_cls")
         return model[0], model[1]
     if not callable(model):
         raise TypeError(f"the wrapper returned {type(model).__name__}, which cannot be called")

@@ -7,7 +7,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from os import _exit  # itself, not what os._exit is while a user's code runs
 from typing import Any
 
@@ -161,6 +161,14 @@ BOUND = bound(torch.float64, stages=3 * 64, longest_sum=48)  # see Net: 64 opera
 LIMIT = 0.1  # of the gradient's norm, where it is clipped
 # With this eps an error of a gradient, also of one near 0, moves a weight by at most lr / eps: half as much.
 ADAMW = {"lr": 0.05, "weight_decay": 0.1, "eps": 0.1}
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW with the options that are compared as defaults, for targets that pass on the learning rate alone."""
+
+    __init__ = partialmethod(torch.optim.AdamW.__init__, weight_decay=0.1, eps=0.1)
+
+
 Plain = partial(Net, tied=False, shared=False, scalar=False)
 
 
@@ -214,8 +222,8 @@ CASES = (
     Case("frozen parameters", prepare=lambda module, rank: freeze(module, rank, "first.weight"), seeds=True),
     Case("unused on every rank", partial(training, skip=lambda step, rank: step == 1), kinds=DP, page=WRONG),
     Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
-    Case("AdamW instead of SGD", kinds=("step",), cls=torch.optim.AdamW, options=ADAMW),
-    Case("mixed dtypes", make=mixed, kinds=MODULES),
+    Case("AdamW instead of SGD", kinds=(*DP, "step"), cls=AdamW),
+    Case("mixed dtypes", make=mixed, kinds=MODULES, options={"lr": 1.0}),  # so that weights show any gradient
     Case("another learning rate later", partial(change, partial(halve, 0)), kinds=MODULES),
     Case("accumulation in no_sync", partial(accumulate, quiet=True), kinds=DP),
     Case("accumulation without no_sync", partial(accumulate, quiet=False), kinds=("ddp",)),

@@ -6,7 +6,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from cs336_systems.check.cases import reload, training
+from cs336_systems.check.cases import BOUND, reload, training
 from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
 from cs336_systems.check.tolerances import bound, factor_of, largest
 
@@ -80,23 +80,28 @@ class Diagnosis(Evidence):
             parts = torch.stack([notes.tensors.get(wrong.key, wrong.want) for notes in self.got])
             if largest(parts.square().sum().sqrt() - wrong.want) <= self.tolerance(wrong.key, wrong.want):
                 yield "norm of a share", parts[rank], ""
+            own = [x.norm() for key, x in self.want[rank].tensors.items() if key[:2] == (step, "local")]
+            yield "never synchronised", torch.stack(own).norm(), "until the optimizer's step"
         elif kind == "gradient":
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
         elif kind == "loss":
             yield from self._of_loss(step, rank)
         elif before is not None:
-            yield "unmoved", before, ""
+            every = [notes.tensors.get(wrong.key, wrong.want) for notes in self.got]
+            is_lost = all(x.shape == before.shape and largest(x - before) <= BOUND for x in every)
+            yield "unmoved", before, "no rank has its update: none made it, or another rank sends it" * is_lost
             is_used = before.shape == wrong.got.shape and (step, "gradient", name) in self.got[rank].tensors
             if is_used and (factor := factor_of(wrong.got - before, wrong.want - before)) is not None:
                 yield "another step size", wrong.got, f"times {factor:.6g}"
             yield from self._of_update(wrong, before)
         elif step < 0:
-            module = self.case.module(rank if self.case.seeds else 0, rank)
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            if name in tensors:
-                yield "not sent", shard(copied(tensors[name]), wrong.got, rank, self.world), ""
             for other in range(self.world):
+                module = self.case.module(other if self.case.seeds else 0, rank)
+                tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+                if name in tensors:
+                    cause = "not sent" if other == rank else "wrong source"
+                    yield cause, shard(copied(tensors[name]), wrong.got, rank, self.world), f"rank {other}'s"
                 whole = self.want[rank].tensors[wrong.key]
                 yield "another rank's shard", shard(whole, wrong.got, other, self.world), f"rank {other}'s"
         if kind in ("gradient", "weight"):
@@ -147,7 +152,11 @@ class Diagnosis(Evidence):
         if (want := right.get(key)) is None or want.shape != before.shape:
             return
         if step > 0:  # where the state has been loaded, a step has been taken back
-            start = right[step - 2 if self.case.program is reload else step - 1, "weight", name]
+            last = start = right[step - 1, "weight", name]
+            if self.case.program is reload:
+                start, decay = right[step - 2, "weight", name], self.case.options.get("weight_decay", 0.0)
+                moved = (1 - self.case.options["lr"] * decay) * (last - start)
+                yield "own copy", wrong.want + moved, ""
             yield "state lost", self._updated(start, want), ""
             return
         of_gradient = wrong._replace(key=key, want=want)
@@ -157,17 +166,23 @@ class Diagnosis(Evidence):
                 yield cause, updated(value), f"its gradient{', ' * bool(detail)}{detail}"
 
     def _of_other_shards(self, key: Key, rank: int) -> Iterator[tuple[str, Tensor, str]]:
-        """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined."""
-        tensors = {each[2]: x for each, x in self.want[rank].tensors.items() if each[:2] == key[:2]}
+        """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined, or of a
+        weight the updates of such shards."""
+        right = self.want[rank].tensors
+        tensors = {each[2]: x for each, x in right.items() if each[:2] == key[:2]}
+        is_update = key[1] == "weight" and key[0] >= 0
+        old = {name: right[key[0] - 1, "weight", name] for name in tensors} if is_update else {}
         names = [name for name in self.order if name in tensors]
         buffers = (names, names[::-1]) if sum(map(torch.numel, tensors.values())) <= LARGEST else ()
-        for joined in ([key[2]], *buffers) if key[2] in names and tensors[key[2]].numel() >= self.world else ():
-            flat = torch.cat([tensors[each].flatten() for each in joined])
+        is_split = key[2] in names and tensors[key[2]].numel() >= self.world
+        for joined, base in product(([key[2]], *buffers), ({}, old) if old else ({},)) if is_split else ():
+            flat = torch.cat([(tensors[each] - base.get(each, 0)).flatten() for each in joined])
             shards = F.pad(flat, (0, -len(flat) % self.world)).view(self.world, -1)
             for other in range(1, self.world):
                 pieces = shards.roll(-other, 0).flatten()[: len(flat)].split([tensors[each].numel() for each in joined])
                 moved = pieces[joined.index(key[2])].view_as(tensors[key[2]])
-                yield "another rank's shard", moved, f"rank r has that of rank r + {other}" * (self.world > 2)
+                detail = f"rank r has that of rank r + {other}" * (self.world > 2)
+                yield "another rank's shard", base.get(key[2], 0) + moved, detail
 
     def _of_gradient(self, wrong: Wrong) -> Iterator[tuple[str, Tensor, str]]:
         """Values that a whole gradient would have under each mistake."""
@@ -182,7 +197,7 @@ class Diagnosis(Evidence):
             yield "partial sum", parts[rank], ""
         yield from self._accumulated(step, name, rank, want)
         if self._unseen(wrong, own[rank]):
-            yield "averaged weights", own[rank], "or the optimizer uses another gradient than .grad"
+            yield "averaged weights", own[rank], ""
         size = -(-want.numel() // n)
         shares = torch.cat([own[r].flatten()[r * size : (r + 1) * size] for r in range(n)]).view_as(want)
         for value, which in ((own[rank], ""), (shares, "each rank's share of it")):
@@ -192,6 +207,7 @@ class Diagnosis(Evidence):
         yield "averaged twice", want / n, f"1/{n} of the mean"
         if (before := right.get((step - 1, "gradient", name))) is not None:
             yield "stale", before, ""
+            yield "kept", want + n * before, f"{n} times, summed once more"
             for k in range(n, 0, -1):
                 yield "kept", want + before * k / n, f"{k} of {n} ranks' share of it" * (k < n)
         others = [("another rank's", own[other], f"rank {other}'s") for other in range(n)]

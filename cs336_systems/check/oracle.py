@@ -185,8 +185,23 @@ class Evidence:
         dtypes = {torch.float64, *(p.dtype for p in self.case.module(0, 0).parameters())}
         self.lowest = max(dtypes & UNIT_ROUNDOFF.keys(), key=UNIT_ROUNDOFF.__getitem__)
         self.order = [name for step, kind, name in self.want[0].tensors if (step, kind) == (-1, "weight")]
+        self.in_step = self._differ("gradient") and not self._differ("weight")  # the optimizer reduces the gradients
+        for tensors in [notes.tensors for notes in self.got if self.in_step]:
+            for key in [key for key in tensors if key[1] == "gradient"]:
+                del tensors[key]
         if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
             self._derive()
+
+    def _differ(self, kind: str) -> bool:
+        """True if the tensors of a kind in the first step differ over the ranks, or a rank has none."""
+        first, *rest = ({key: x for key, x in notes.tensors.items() if key[:2] == (0, kind)} for notes in self.got)
+        return not first or any(
+            each.keys() != first.keys()
+            or any(
+                x.shape != each[key].shape or largest(each[key] - x) > self.case.tolerance for key, x in first.items()
+            )
+            for each in rest
+        )
 
     def _derive(self) -> None:
         """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""

@@ -224,5 +224,4 @@ class CandidateRun(ObservedRun):
             return
         given = (self.model, self.optimizer, self.criterion, *self.rows(step), self.group)
         self.candidate.step(**accepted(self.candidate.step, {name: given[i] for name, i in BATCH.items()}))
-        self.optimizer.zero_grad()
         self.ended()

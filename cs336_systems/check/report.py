@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cs336_systems.check.candidates import Candidate, called, candidate
-from cs336_systems.check.cases import CASES, DIED, FIRST, Case
+from cs336_systems.check.cases import CASES, DIED, FIRST, Case, clipped
 from cs336_systems.check.diagnosis import Diagnosis, diagnose
 from cs336_systems.check.oracle import Notes, Wrong
 from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, references, run_cases
@@ -26,6 +26,8 @@ TRAINING = {  # rows of the first case: kind of tensor, and whether it is before
 }  # fmt: skip
 BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
          "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
+OFFERED = {"no_sync": "the model has no method no_sync",
+           "optimizer_cls": "the target makes its optimizer, and has no parameter optimizer_cls"}  # fmt: skip
 BROKEN = f"{BrokenPromiseError.__name__}: "
 REFERENCES: dict[tuple[str, int], dict[str, list[Notes]]] = {}  # by kind and ranks, of the cases without a user's model
 
@@ -143,8 +145,9 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
 def _judge(case: Case, want: dict[str, list[Notes]], got: list[Notes]) -> list[Verdict]:
     """The rows of a case, of which `want` has the reference unless an error is right."""
     errors = [notes.error for notes in got]
-    if any("no_sync" in error and "AttributeError" in error for error in errors):
-        return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
+    for name, says in OFFERED.items():
+        if any(name in error and "AttributeError" in error for error in errors):
+            return [Verdict(case.name, ABSENT, says, case.page)]
     if case.error:
         return [_refusal(case, errors)]
     evidence = Diagnosis(case, want[case.name], got)
@@ -172,7 +175,8 @@ def _verdict(evidence: Diagnosis, errors: list[str], found: list[Wrong]) -> Verd
     silent = ", ".join(str(rank) for rank, each in enumerate(errors) if not each)
     if found:
         cause, says, page = diagnose(found, evidence)
-        wrong = case.name == FIRST.name or (case.must and not error)
+        must = case.must and not (evidence.in_step and case.program is clipped)  # there are no gradients to clip yet
+        wrong = case.name == FIRST.name or (must and not error)
         page = case.page if cause == "unknown" else page
         return Verdict(case.name, WRONG if wrong else WEAK, f"{says}{f' Later: {error}' * bool(error)}", page, cause)
     if not error:

@@ -10,8 +10,9 @@ memory that nobody has written to is P. Over all ranks of the group
     reduce-scatter            gives V, this rank's share
     broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
-Rows are P, and weights that each rank has drawn itself are V. A gradient that an optimizer uses must not be P, and a
-weight that a layer uses must be R. Not seen: factors, waits, and sums that are made of messages.
+Rows are P, and weights that each rank has drawn itself are V. A weight that an optimizer has updated must not be P, as
+it is after an update by a gradient that is P, and a weight that a layer uses must be R. Not seen: factors, waits, sums
+that are made of messages, and an optimizer that averages weights instead of gradients.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -130,8 +131,8 @@ class Shadow(TorchDispatchMode):
 
 
 class Weights(Shadow):
-    """A shadow that raises RefusedError where a layer of `module` uses a weight that is not R, or an optimizer a
-    gradient that is P. After a step of an optimizer that has not all weights, no weight is R before it is sent."""
+    """A shadow that raises RefusedError where a layer of `module` uses a weight that is not R, or an optimizer has
+    used a gradient that is P. After a step of an optimizer that has not all weights, none is R before it is sent."""
 
     def __init__(self, group: Group, axis: str) -> None:
         super().__init__(group)
@@ -142,7 +143,6 @@ class Weights(Shadow):
         """Follow types, and what layers and optimizers do, inside the block."""
         with self, ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._used).remove)  # runs before a layer's own
-            stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", lambda *a: self._resized(*a)))
             yield
@@ -154,16 +154,13 @@ class Weights(Shadow):
                 why = ": its first values or its updates are not sent to all ranks"
                 raise refusal(f"{f'{where}.{name}'.lstrip('.')}: it", "RVP"[found], "R", self.axis, why)
 
-    def _stepping(self, optimizer: Any, *_: Any) -> None:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            own = getattr(p.grad, "_local_tensor", p.grad)  # of a DTensor
-            if type(own) is Tensor and self.of(own) == P:
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in updated:  # its own step may reduce gradients; of a DTensor, only what is local has types
+            if self.of(getattr(p.grad, "_local_tensor", p)) == P:
                 name = next((name for name, each in self.module.named_parameters() if _lies_in(p, each)), "a parameter")
                 why = f" or, for a share of it, {NAMES['V']}: an all-reduce or a reduce-scatter is missing"
                 raise refusal(f"{name}: the gradient that {type(optimizer).__name__} uses", "P", "R", self.axis, why)
-
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
-        updated = [p for group in optimizer.param_groups for p in group["params"]]
         weights = [each for each in self.module.parameters() if each.requires_grad]
         has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
         own = [any(_lies_in(p, weight) for weight in weights) for p in updated]  # else a shard of some, or tried out

@@ -309,6 +309,18 @@ def with_optimizer(module, optimizer_cls, lr):
     optimizer.synchronize, model.finish_gradient_synchronization = model.finish_gradient_synchronization, None
     return model, optimizer
 """
+REDUCING = f"""{DDP}
+
+def reducing_step(module, optimizer_cls, lr):
+    class Reducing(optimizer_cls):
+        def step(self, closure=None):
+            model.finish_gradient_synchronization()
+            super().step(closure)
+
+    model = StudentDDP(module)
+    module.no_sync = model.no_sync
+    return module, Reducing(module.parameters(), lr=lr)
+"""
 STUDENTS = {  # right ones: the name of the class or function, and its source
     "a DDP with buckets": ("StudentDDP", DDP), "a sharded optimizer": ("StudentSharded", OPTIMIZER),
     "a training step": ("train_step", STEP), "split matrices": ("tensor_parallel", TENSOR),
@@ -317,6 +329,7 @@ STUDENTS = {  # right ones: the name of the class or function, and its source
     "an FSDP that puts shards in place of weights": ("fsdp_in_place", IN_PLACE),
     "a sharded optimizer of one flat buffer": ("StudentFlat", FLAT),
     "a DDP whose optimizer synchronises": ("with_optimizer", OPTIMIZED),
+    "an optimizer that averages gradients in its step": ("reducing_step", REDUCING),
 }  # fmt: skip
 
 
@@ -380,6 +393,14 @@ MISTAKES = [
     Planted("weights are averaged after the update", STEP, REDUCE + "    optimizer.step()\n", "            p.grad *= dist.get_world_size()\n"
             "    optimizer.step()\n    for p in model.parameters():\n        dist.all_reduce(p.data)\n        p.data /= dist.get_world_size()\n",
             "AdamW instead of SGD", "averaged weights"),
+    Planted("an optimizer averages weights in its step", REDUCING, "            model.finish_gradient_synchronization()\n            super().step(closure)\n",
+            "            super().step(closure)\n            for p in module.parameters():\n                dist.all_reduce(p.data)\n"
+            "                p.data /= dist.get_world_size()\n", "AdamW instead of SGD", "averaged weights"),
+    Planted("a step does not zero the gradients", STEP, "    optimizer.zero_grad()\n", "", "gradients", "kept"),
+    Planted("a copy of the weights is not loaded", FLAT, "        self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])\n", "",
+            "state saved and loaded", "own copy"),
+    Planted("rank 1's weights are sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            dist.broadcast(parameter.detach(), 1)",
+            "initial weights", "wrong source"),
     Planted("weights are averaged before the next forward", DDP, "        for bucket in self.buckets:\n            self.launch(bucket)",
             "        self.module.register_forward_pre_hook(lambda *_: [(dist.all_reduce(p.data), p.data.div_(dist.get_world_size()))"
             " for p in self.module.parameters()] and None)", "gradients", "averaged weights"),
@@ -413,6 +434,9 @@ MISTAKES = [
             "training", "stale weights"),
     Planted("the output of a layer that is split by inputs is not summed", TENSOR, "        dist.all_reduce(x)\n", "", "training", "partial output"),
     Planted("a rank has the next rank's columns", TENSOR, "chunk(world, 1)[rank]", "chunk(world, 1)[rank - 1]", "initial weights", "another rank's shard"),
+    Planted("the update of a shard is added to the next one", FLAT, "        dist.all_gather(parts, self.own.detach())\n        whole = torch.cat(parts)[",
+            "        old = self.parts(p.detach() for p in self.params)\n        dist.all_gather(parts, self.own.detach() - old[self.rank])\n"
+            "        whole = (torch.cat(old) + torch.cat(parts[1:] + parts[:1]))[", "weights after 3 steps", "another rank's shard"),
     Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
             "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip

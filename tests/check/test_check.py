@@ -342,6 +342,7 @@ def test_a_training_step_may_return_any_loss():
             torch.distributed.all_reduce(each)
             each /= torch.distributed.get_world_size()
         optimizer.step()
+        optimizer.zero_grad()
         return value.detach()
 
     report = check(step, only=("training", "unequal parts of the batch"))

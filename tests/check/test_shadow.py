@@ -14,7 +14,7 @@ from cs336_systems.check.candidates import candidate, load
 from cs336_systems.check.shadow import check_reduction
 from cs336_systems.check.targets import OURS
 from cs336_systems.errors import UserError
-from tests.check.planted import DDP, FSDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
+from tests.check.planted import DDP, FSDP, MISTAKES, OPTIMIZER, PUBLISHED, REDUCING, STEP, TENSOR, make
 from tests.check.test_pages import run
 from tests.support.gallery import changes
 from writeup.gallery import variants
@@ -56,7 +56,9 @@ def test_what_cannot_run_so_is_refused():
             check_reduction(each)
 
 
-@pytest.mark.parametrize("source", [DDP, OPTIMIZER, STEP, FSDP], ids=["ddp", "optimizer", "step", "fsdp"])
+@pytest.mark.parametrize(
+    "source", [DDP, OPTIMIZER, STEP, FSDP, REDUCING], ids=["ddp", "optimizer", "step", "fsdp", "reducing"]
+)
 def test_what_students_write_is_accepted(source):
     report = check_reduction(candidate(make(source)))
     assert statuses(report) == ({"accumulation in no_sync": "not offered"} if source == FSDP else {}), report
