@@ -179,16 +179,15 @@ def collapsed(rank: int, threads: list[Frame]) -> str:
     return "".join(lines)
 
 
-def clocks(trace: Trace, stem: str) -> dict[str, Sort]:
+def clocks(trace: Trace) -> dict[str, Sort]:
     """The flame graphs of a trace by the stem of their files: of the CPU's time and, with kernels, of the device's."""
     device = any(span.category in DEVICE for span in trace.spans)
-    return {stem: "cpu", f"{stem}_device": "device"} if device else {stem: "cpu"}
+    return {"flame": "cpu", "flame_device": "device"} if device else {"flame": "cpu"}
 
 
-def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
-    """Write `<stem>.collapsed.txt`, with kernels also that of `<stem>_device`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace, stem).items()}
+def write_flame(trace: Trace, folder: Path) -> list[Path]:
+    """Write `flame.collapsed.txt`, with kernels also `flame_device.collapsed.txt`."""
+    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace).items()}
     for path, clock in found.items():
         path.write_text(collapsed(trace.rank, flames(trace, clock)), encoding="utf-8")
     return list(found)
