@@ -74,12 +74,11 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
     groups = _groups_of_threads(calls, spans)
     # By form, and by group and types: (latest end, index) of the calls made so far that no span has, in order.
     free = defaultdict[Form, dict[Any, list[tuple[int, int]]]](dict)
-    runs, made = dict[int, int](), 0
-    for span in spans:
-        while made < len(calls) and calls[made].span.start <= span.start:
-            for form in calls[made].forms():
-                insort(free[form].setdefault(calls[made].kind, []), (calls[made].over, made))
-            made += 1
+    runs = dict[int, int]()
+    for span, since in _with_calls(calls, spans):
+        for index in since:
+            for form in calls[index].forms():
+                insort(free[form].setdefault(calls[index].kind, []), (calls[index].over, index))
         group, data = groups.get(span.lane), next(iter(types_of(span.args)), None)
         fit = list[tuple[int, int]]()
         for (its_group, types), waiting in free[_form(span)].items():
@@ -90,8 +89,19 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             _, index = found = min(fit)
             runs[id(span)] = index
             for form in calls[index].forms():
-                free[form][calls[index].kind].remove(found)
+                waiting = free[form][calls[index].kind]
+                del waiting[bisect_left(waiting, found)]
     return runs
+
+
+def _with_calls(calls: Sequence[Call], spans: Sequence[Span]) -> Iterator[tuple[Span, range]]:
+    """Each span with the indices of the calls that were made since the span before it."""
+    made = 0
+    for span in spans:
+        first = made
+        while made < len(calls) and calls[made].span.start <= span.start:
+            made += 1
+        yield span, range(first, made)
 
 
 def _form(span: Span) -> Form:
@@ -101,12 +111,11 @@ def _form(span: Span) -> Form:
 
 def _groups_of_threads(calls: Sequence[Call], spans: Sequence[Span]) -> dict[Lane, str]:
     """The group of each of gloo's threads: the only one that had asked for what it ran."""
-    asked, found, made = defaultdict[Form, set[str | None]](set), defaultdict[Lane, set[str]](set), 0
-    for span in spans:
-        while made < len(calls) and calls[made].span.start <= span.start:
-            for form in calls[made].forms():
-                asked[form].add(calls[made].group)
-            made += 1
+    asked, found = defaultdict[Form, set[str | None]](set), defaultdict[Lane, set[str]](set)
+    for span, since in _with_calls(calls, spans):
+        for index in since:
+            for form in calls[index].forms():
+                asked[form].add(calls[index].group)
         match [*asked[_form(span)]]:
             case [str(only)]:
                 found[span.lane].add(only)

@@ -1,7 +1,7 @@
 """Sets of moments as sorted lists of half-open intervals [start, end) of integers, so that lengths are exact."""
 
 from collections.abc import Iterable
-from heapq import heappush, heapreplace
+from heapq import heappop, heappush
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -44,13 +44,15 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Distribute what has a start and an end over as few tracks as leave none over another, each on the track that has
-    been free for longest."""
-    tracks, ends = list[list[Bar]](), list[tuple[int, int]]()  # the latter a heap, with the track's number
+    """Distribute what has a start and an end over as few tracks as leave none over another, each on the first free."""
+    tracks, free, taken = list[list[Bar]](), list[int](), list[tuple[int, int]]()  # heaps; the latter with the end
     for bar in sorted(bars, key=lambda bar: bar.start):
-        if not ends or ends[0][0] > bar.start:
-            heappush(ends, (bar.start, len(tracks)))
+        while taken and taken[0][0] <= bar.start:
+            heappush(free, heappop(taken)[1])
+        if not free:
+            free.append(len(tracks))
             tracks.append([])
-        _, track = heapreplace(ends, (bar.end, ends[0][1]))
+        track = heappop(free)
         tracks[track].append(bar)
+        heappush(taken, (bar.end, track))
     return tracks

@@ -66,7 +66,8 @@ def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str
 
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     """Merge traces; the result does not depend on their order. Its clock is that of the lowest rank.
-    With `lazily` its events are made when they are read, so that they need no memory.
+    Slices that cross others of their line are left out, as in `nest`. With `lazily` its events are made when they are
+    read, so that they need no memory.
 
     Raises UserError for traces of runs of different sizes.
     """
@@ -81,7 +82,7 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     starts += [each.time for trace in traces for each in trace.allocations[:1]]
     base = min(starts, default=0) // SECOND * SECOND
     named, rows, arrows = list[Event](), list[Row](), list[Arrow]()
-    ends = dict[int, tuple[int, Line]]()  # of the spans, by identity
+    ends = dict[int, End]()  # of the spans, by identity
     for trace in traces:
         names, lines = _lay_out(trace)
         named += names

@@ -81,10 +81,8 @@ def activity(trace: Trace) -> Activity:
     else:
         # In shared memory the thread that waits does the work, and the trace has only the wait; NCCL works on a GPU.
         nccl = any(span.name.startswith("nccl:") for span in trace.annotated)
-        communication, compute = (
-            host or ([] if nccl else waits_of(trace)),
-            _operators(trace, {span.lane for span in host}),
-        )
+        communication = host or ([] if nccl else waits_of(trace))
+        compute = _operators(trace, {span.lane for span in host})
     return Activity(communication, compute, _times(communication), _times(compute))
 
 

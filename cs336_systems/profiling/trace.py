@@ -204,10 +204,10 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for fields that are missing or of another type."""
     spans, allocations, threads, flows = [], [], {}, dict[Flow, Ends]()
     lanes: dict[Lane, Lane] = {}
-    number = 0
+    number = 0  # of the event that an error is about
     try:
         info, base = about_rank(chrome), chrome.get("baseTimeNanoseconds", 0)
-        for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007 - its last value is the event of an error
+        for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007
             check(event, EVENT)
             check(args := event.get("args", {}), ARGS)
             phase, name, category = event["ph"], event.get("name"), event.get("cat", "")
