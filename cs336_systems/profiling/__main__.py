@@ -12,14 +12,13 @@ import click
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.table import Table
-from cs336_systems.profiling.fields import OURS
+from cs336_systems.profiling.align import offsets
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.report import MERGED, missing_ranks, write_report
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files, uncollected, write_json
 
 CLOCKS = (
-    "rank: rank text; host: host text; ahead by: clock_offset_ns ms or -; to within: clock_bound_ns ms or -;"
-    "known from: clock_source text"
+    "rank: rank text; host: host text; ahead by: nanoseconds ms or -; to within: bound ms or -;known from: source text"
 )
 
 
@@ -29,23 +28,17 @@ def main() -> None:
 
 
 @main.command("merge")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), help=f"The merged trace.  [default: {MERGED} beside the traces]"
-)
+@click.argument("folder", type=click.Path(path_type=Path))
 @uncollected()
-def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
-    """Merge traces of all ranks into one, on one clock. PATHS are a folder of traces, or the traces themselves."""
-    files = [file for path in paths for file in (trace_files(path) if path.is_dir() else [path])]
-    traces = read_ranks(files)
-    merged = merge(traces)
-    out = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / MERGED
-    if out.resolve() in [file.resolve() for file in files]:
-        raise UserError(f"{out} is one of the traces that are merged; name another file with --out")
-    with console.os_errors(f"write {out}", "name another file with --out"):
+def merge_command(folder: Path) -> None:
+    """Merge the traces in FOLDER, of all ranks, into one on one clock."""
+    traces = read_ranks(trace_files(folder))
+    merged, out = merge(traces), folder / MERGED
+    with console.os_errors(f"write {out}"):
         write_json(merged, out)
     screen = console.console()
-    ranks = [SimpleNamespace(**about | {"rank": rank}) for rank, about in merged["ranks"].items()]
+    clocks = offsets(traces)
+    ranks = [SimpleNamespace(rank=each.rank, host=each.host, **clocks[each.rank]._asdict()) for each in traces]
     screen.print(Table.of("Clocks against the lowest rank's, in ms", ranks, CLOCKS, names=False).table())
     if note := missing_ranks(traces):
         screen.print(note)
@@ -71,9 +64,7 @@ def read_ranks(files: list[Path]) -> list[Trace]:
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:
         trace = read_trace(file)
-        named = re.search(r"rank[_-]?(\d{1,6})(?!\d)", file.name)  # a longer number is a date or a process
-        if "ranks" in trace.chrome and OURS not in trace.chrome:
-            raise UserError(f"{file} is merged already; name the traces of single ranks")
+        named = re.match(r"rank(\d+)\.", file.name)
         told = {**trace.chrome.get("distributedInfo", {}), **trace.ours}
         if named and "rank" not in told:
             trace = replace(trace, rank=int(named[1]))

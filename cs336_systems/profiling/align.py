@@ -4,11 +4,9 @@ Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, match by grou
 on its threads, NCCL's on a GPU) have neither: the k-th of a name and shape on one rank matches the k-th on the others,
 since collectives of a group run in order. Spans that could belong to several groups are not matched.
 
-Two facts bound a clock's offset. No rank leaves an all-reduce before every rank has entered it (`_most_ahead`), and
-`Capture` adds one for this, its line-up. And ranks on one host read one clock. If the two intervals overlap, they are
-intersected; if not, the second is dropped, for two machines may share a host's name. The offset is the middle of the
-remaining interval, the bound half of its width. Clocks that drift apart leave no offset that is right all the time:
-then the bounds are widened by the most that clocks drift while the collectives last.
+Two facts bound a clock's offset: no rank leaves an all-reduce before every rank has entered it (`_most_ahead`), and
+ranks on one host read one clock. The second is dropped where it contradicts the first, for two machines may share a
+host's name. The offset is the middle of the remaining interval, its bound half of the width.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Capture: profile a worker on every rank, `with Capture(folder) as capture:` around its steps.
 
-Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so that every viewer reads it. The key
-"cs336" holds what that lacks: the rank, and the storages in memory by category.
+Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, without the warm-up. The key "cs336" holds what
+that lacks: the rank, and the storages in memory by category.
 """
 
 import os
@@ -210,11 +210,7 @@ class Capture:
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
     """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT."""
-    try:
-        stderr = os.dup(2)
-    except OSError:  # closed
-        yield
-        return
+    stderr = os.dup(2)
     sys.stderr.flush()
     with TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)

@@ -6,7 +6,6 @@ from typing import Any
 
 OURS = "cs336"  # the key of what capture.py adds to a trace
 MOST = 2**62
-SLICE = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")  # the fields of most events
 UNREAD = frozenset(("Ev Idx", "Record function id", "Python id", "Python parent id", "Python module id"))
 SHORT = 20  # most elements of lists that events share, such as shapes and types
 Kind = tuple[tuple[type, ...], int]  # types, and the bound of a number; 0: none
@@ -14,9 +13,8 @@ NAME, LIST, DICT, TIME, BYTES = ((str,), 0), ((list,), 0), ((dict,), 0), ((int, 
 ID, RANKS = ((int, str, float, bool, type(None)), 0), ((int,), 2**20)
 EVENT: dict[str, Kind] = {"ph": NAME, "name": NAME, "cat": NAME, "ts": TIME, "dur": TIME, "args": DICT}
 EVENT |= dict.fromkeys(("pid", "tid", "id"), ID)
-ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # other arguments may have any type
-MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES, "Device Id": ID}
-IDS = frozenset(ID[0])
+ARGS: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES}  # others may have any type
+ARGS |= dict.fromkeys(("External id", "correlation", "stream", "Device Id"), ID)
 HEAD: dict[str, Kind] = {"baseTimeNanoseconds": ((int,), MOST), "host_name": NAME, "distributedInfo": DICT, OURS: DICT}
 ROWS = {"held": (str, int, int, str), "marks": (int, str, int)}
 RANK: dict[str, Kind] = {"rank": RANKS, "world_size": RANKS, "steps": ((int,), 0), "run": ID}
@@ -25,27 +23,11 @@ RANK |= dict.fromkeys(("pg_config", *ROWS), LIST)
 
 def check(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
     """Raises TypeError, naming the field, for a value of another type or size."""
-    for name, (types, most) in kinds.items():
-        if name in fields:
-            value = fields[name]
+    for name, value in fields.items():
+        if name in kinds:
+            types, most = kinds[name]
             if type(value) not in types or (most and not -most < value < most):
                 raise TypeError(f"its {name} is {value!r:.40}")
-
-
-def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
-    """An event's fields SLICE. If `slim` made it, and `usual` has its types, which were right before, only sizes
-    are checked. Raises KeyError for a field that is missing and TypeError for a garbled one."""
-    if type(event) is not tuple:
-        check(event, EVENT)
-        name = event["name"] if event["ph"] == "X" else event.get("name")
-        time = event["ts"] if event["ph"] == "X" else event.get("ts", 0)
-        pid, tid, duration = event.get("pid"), event.get("tid"), event.get("dur", 0)
-        return event["ph"], event.get("cat", ""), name, pid, tid, time, duration, event.get("args", {})
-    types, most = tuple(map(type, event)), TIME[1]
-    if types not in usual or not (-most < event[5] < most and -most < event[6] < most):
-        check(dict(zip(SLICE, event, strict=True)), EVENT)
-        usual.add(types)
-    return event
 
 
 def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,21 +69,19 @@ def _is_shape(found: Any) -> bool:
     return counts and math.prod(found) < MOST
 
 
-def slim() -> Callable[[dict[str, Any]], Any]:
-    """A hook that saves memory: events share equal names and lists, those of the usual form are tuples, and numbers
-    that matter only inside torch are dropped."""
-    names, lists, empty = dict[Any, Any](), dict[str, list[Any]](), dict[str, Any]()
+def slim() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A hook that saves memory: objects share equal texts and lists, and numbers that matter only inside torch are
+    dropped."""
+    texts, lists = dict[str, str](), dict[str, list[Any]]()
 
-    def hook(found: dict[str, Any]) -> Any:
-        if "ph" in found:
-            for key in ("name", "cat"):
-                if type(name := found.get(key)) is str:
-                    found[key] = names.setdefault(name, name)
-            return tuple(found.values()) if tuple(found) == SLICE else found
-        return {
-            key: lists.setdefault(str(value), value) if type(value) is list and len(value) < SHORT else value
-            for key, value in found.items()
-            if key not in UNREAD
-        } or empty
+    def hook(found: dict[str, Any]) -> dict[str, Any]:
+        for key in UNREAD.intersection(found):
+            del found[key]
+        for key, value in found.items():
+            if type(value) is str:
+                found[key] = texts.setdefault(value, value)
+            elif type(value) is list and len(value) < SHORT:
+                found[key] = lists.setdefault(str(value), value)
+        return found
 
     return hook

@@ -27,7 +27,7 @@ from cs336_systems.profiling.names import (
 )
 from cs336_systems.profiling.nesting import Node, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, Sort, phase_at, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Span, Trace, once
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Trace, once
 
 DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -55,11 +55,6 @@ class Frame:
         if (found := self.children.get(name)) is None:
             found = self.children[name] = Frame(name, paint, is_operator, self.depth + 1)
         return found
-
-    def launch(self, kernel: Span) -> None:
-        """Add the time of a kernel, as a frame below this one."""
-        paint = "communication" if KERNEL.search(kernel.name) else self.paint
-        self.child(" ".join(kernel.name.split()), paint, is_operator=True).self_time += kernel.duration
 
     def stacks(self) -> Iterator[list["Frame"]]:
         """Every frame, as the stack from this one down to it; parents before children."""
@@ -99,7 +94,8 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
         unknown = {node: (found[-1], None) for node in timeline(trace).busy if node.span.category in DEVICE}
         for node, (frame, _) in (places | unknown).items():
             for kernel in node.kernels:
-                frame.launch(kernel)
+                paint = "communication" if KERNEL.search(kernel.name) else frame.paint
+                frame.child(" ".join(kernel.name.split()), paint, is_operator=True).self_time += kernel.duration
     frames = [stack[-1] for root in found for stack in root.stacks()]
     for frame in reversed(frames):  # children before parents
         frame.total = frame.self_time + sum(child.total for child in frame.children.values())
@@ -179,16 +175,15 @@ def collapsed(rank: int, threads: list[Frame]) -> str:
     return "".join(lines)
 
 
-def clocks(trace: Trace, stem: str) -> dict[str, Sort]:
+def clocks(trace: Trace) -> dict[str, Sort]:
     """The flame graphs of a trace by the stem of their files: of the CPU's time and, with kernels, of the device's."""
     device = any(span.category in DEVICE for span in trace.spans)
-    return {stem: "cpu", f"{stem}_device": "device"} if device else {stem: "cpu"}
+    return {"flame": "cpu", "flame_device": "device"} if device else {"flame": "cpu"}
 
 
-def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
-    """Write `<stem>.collapsed.txt`, with kernels also that of `<stem>_device`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace, stem).items()}
+def write_flame(trace: Trace, folder: Path) -> list[Path]:
+    """Write `flame.collapsed.txt`, with kernels also `flame_device.collapsed.txt`."""
+    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace).items()}
     for path, clock in found.items():
         path.write_text(collapsed(trace.rank, flames(trace, clock)), encoding="utf-8")
     return list(found)

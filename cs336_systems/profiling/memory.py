@@ -3,10 +3,7 @@ peaks by phase and by step, the contents of a peak, and the origin of the larges
 
 On a CPU the allocator's events are added to the memory held when profiling began. torch does not report when that is
 freed: it shows only if its address is used again. On a GPU the allocator's own sum counts. It rounds every block up
-(to 512 bytes), and bytes beyond the known blocks are `other`.
-
-An allocation is a parameter, a gradient or optimizer state if it was labelled so; otherwise an activation if it was
-made in a forward pass (also one that backward runs again), and other, such as a temporary of backward, if it was not.
+(to 512 bytes), and bytes beyond the known blocks are `other`. docs/profiling.md lists the categories.
 """
 
 import re
@@ -15,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.names import ENGINE, LINE_UP, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node, allocations
 from cs336_systems.profiling.timeline import phase_at, timeline
-from cs336_systems.profiling.trace import FRAME, Allocation, Span, Trace, grouped, once
+from cs336_systems.profiling.trace import FRAME, Allocation, Span, Trace, once
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
@@ -109,7 +108,6 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
     blocks = _blocks(trace, around, device)
-    _categorise(trace, blocks, times)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:
         place = CATEGORIES.index(block.category) if block.category in CATEGORIES else -1
@@ -129,53 +127,48 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
 
 
 def _blocks(trace: Trace, made: list[tuple[Allocation, Node | None]], device: str) -> list[Allocated]:
-    """Match every free with its allocation; blocks held before come first."""
+    """Match every free with its allocation, and give blocks the category of the first label while they lived (but a
+    parameter that was held stays one); blocks held before come first."""
     blocks: list[Allocated] = []
     living: dict[int, Allocated] = {}
     addresses: list[int] = []  # of the living, in order
+    index, labelled = 0, set[int]()
 
     def add(block: Allocated) -> None:
         blocks.append(block)
         living[block.address] = block
         insort(addresses, block.address)
 
-    def take(address: int, index: int) -> None:
+    def take(address: int) -> None:
         living.pop(address).last = index
         del addresses[bisect_left(addresses, address)]
 
     for category, address, nbytes, where in trace.ours.get("held", ()):
         if where == device and address not in living:
             add(Allocated(address, nbytes, category=category))
-    for index, (event, origin) in enumerate(made, 1):
-        if event.nbytes < 0:
-            if event.address not in living:  # its allocation is not in the trace: it was there from the beginning
-                add(Allocated(event.address, -event.nbytes))
-            take(event.address, index)
+    happened: list[tuple[int, Any, Any]] = [(event.time, event, origin) for event, origin in made]
+    happened += sorted(trace.ours.get("marks", ()))
+    for _, what, about in sorted(happened, key=itemgetter(0)):  # a label comes after the events of its moment
+        if isinstance(what, str):
+            if (known := living.get(about)) and id(known) not in labelled and what in CATEGORIES:
+                labelled.add(id(known))
+                known.category = what if known.first or known.category != "parameters" else known.category
+            continue
+        index += 1
+        if what.nbytes < 0:
+            if what.address not in living:  # its allocation is not in the trace: it was there from the beginning
+                add(Allocated(what.address, -what.nbytes))
+            take(what.address)
             continue
         # Living blocks in memory that is allocated again were freed without an event.
-        first = bisect_left(addresses, event.address)
-        if first and addresses[first - 1] + living[addresses[first - 1]].nbytes > event.address:
+        first = bisect_left(addresses, what.address)
+        if first and addresses[first - 1] + living[addresses[first - 1]].nbytes > what.address:
             first -= 1
-        for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
-            take(address, index)
-        forward = origin is not None and (origin.phase == "forward" or origin.recomputed)
-        add(Allocated(event.address, event.nbytes, index, "activations" if forward else "other", origin))
+        for address in addresses[first : bisect_left(addresses, what.address + what.nbytes)]:
+            take(address)
+        forward = about is not None and (about.phase == "forward" or about.recomputed)
+        add(Allocated(what.address, what.nbytes, index, "activations" if forward else "other", about))
     return sorted(blocks, key=lambda block: block.first > 0)
-
-
-def _categorise(trace: Trace, blocks: Iterable[Allocated], times: list[int]) -> None:
-    """Give blocks the category of the first label while they lived; a parameter stays one."""
-    lives = grouped(blocks, lambda block: block.address)
-    labelled: set[int] = set()
-    for time, category, address in sorted(trace.ours.get("marks", ())):
-        known, index = lives.get(address, []), bisect_right(times, time) - 1
-        place = bisect_right(known, index, key=lambda block: block.first)  # they live one after another
-        block = known[place - 1] if place else None
-        if block is None or not block.alive(index) or id(block) in labelled or category not in CATEGORIES:
-            continue
-        labelled.add(id(block))
-        if block.first or block.category != "parameters":
-            block.category = category
 
 
 @dataclass(frozen=True)

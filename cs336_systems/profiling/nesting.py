@@ -77,7 +77,7 @@ def nest(spans: Iterable[Span]) -> list[Node]:
         stack.append(nodes[-1])
     nodes = [node for node in nodes if node not in dropped]
     for node in nodes:
-        if node.parent in dropped:  # the parent of a dropped frame is never dropped
+        while node.parent in dropped:
             node.parent = node.parent.parent
         if node.parent is not None:
             node.parent.children.append(node)

@@ -1,13 +1,8 @@
 """Overlap of communication with computation: communication, overlapped and exposed time of every rank.
 
-On a GPU the definition is Holistic Trace Analysis's (`get_comm_comp_overlap`): communication is NCCL's kernels,
-computation all others (copies are neither), and the share is |communication ∩ computation| / |communication|, each as
-a union over streams. On a CPU communication is gloo's spans (in shared memory, a thread's time in our `wait ...`), and
-computation the operators that would launch a kernel on a GPU. Operators on gloo's own threads do not count, nor do
-those inside `wait ...` or `launch ...`, nor views and allocations: with those, gradients that are reduced one by one
-after backward would seem to overlap with the slicing of the next.
-
-gloo does not record the end of a send or receive, only when it was posted and when a wait for it ended.
+Each is a union of intervals, as docs/profiling.md defines them; on a GPU as in Holistic Trace Analysis
+(`get_comm_comp_overlap`). On a CPU views and allocations do not count as computation: with them, gradients that are
+reduced one by one after backward would seem to overlap with the slicing of the next.
 """
 
 import re
@@ -86,10 +81,8 @@ def activity(trace: Trace) -> Activity:
     else:
         # In shared memory the thread that waits does the work, and the trace has only the wait; NCCL works on a GPU.
         nccl = any(span.name.startswith("nccl:") for span in trace.annotated)
-        communication, compute = (
-            host or ([] if nccl else waits_of(trace)),
-            _operators(trace, {span.lane for span in host}),
-        )
+        communication = host or ([] if nccl else waits_of(trace))
+        compute = _operators(trace, {span.lane for span in host})
     return Activity(communication, compute, _times(communication), _times(compute))
 
 

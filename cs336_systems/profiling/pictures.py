@@ -102,10 +102,10 @@ def save(figure: Figure, path: Path, title: str) -> None:
     path.write_text(svg, encoding="utf-8")
 
 
-def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
-    """Write `<stem>.svg`, with kernels also `<stem>_device.svg` of the device's time. Blocks are added up."""
+def write_flame_pictures(trace: Trace, folder: Path) -> list[Path]:
+    """Write `flame.svg`, with kernels also `flame_device.svg` of the device's time. Blocks are added up."""
     paths = []
-    for name, clock in clocks(trace, stem).items():
+    for name, clock in clocks(trace).items():
         title = f"Where rank {trace.rank} of {trace.world_size} spends its time: {CLOCK[clock]}"
         paths.append(folder / f"{name}.svg")
         threads, steps = flames(trace, clock, collapse_blocks=True), timeline(trace).step_count or 1

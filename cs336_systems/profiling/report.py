@@ -21,6 +21,7 @@ MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "ov
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
 # Rules for the browser: no scripts, nothing from elsewhere, only the page's own styles and the pictures beside it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
+NO_TIMELINE = "no timeline.svg: the ranks have no step in common; profile all of them over the same steps"
 NO_PICTURES = "no pictures: matplotlib is not installed; pip install -e '.[writeup]' and run the report again"
 
 
@@ -31,11 +32,10 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     Pictures of time and memory show the first rank as an example; tables are over all ranks. Raises UserError
     for a folder that cannot be written, and for traces without events.
     """
-    if not any(trace.spans for trace in traces):
-        raise UserError(f"the traces in {folder} have no events; profile again")
     if not any(span.category in (*HOST, *DEVICE) for trace in traces for span in trace.spans):
         kinds = ", ".join(sorted({repr(span.category) for trace in traces for span in trace.spans})[:5])
-        raise UserError(f"the traces in {folder} have neither operators nor kernels of torch.profiler, only {kinds}")
+        why = f"neither operators nor kernels of torch.profiler, only {kinds}" if kinds else "no events; profile again"
+        raise UserError(f"the traces in {folder} have {why}")
     if note := missing_ranks(traces):
         console.print(note, markup=False)
     with os_errors(f"write to {folder}"):
@@ -44,16 +44,18 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         overlap = overlap_table(traces)
         (folder / OVERLAP).write_text(overlap.markdown())
         (folder / MEMORY).write_text(memory_markdown(traces[0], memory_timeline(traces[0])))
-        written = [*write_flame(traces[0], folder, "flame"), folder / MEMORY]
+        written = [*write_flame(traces[0], folder), folder / MEMORY]
         if find_spec("matplotlib") is None:
             console.print(NO_PICTURES, markup=False)
         else:
             from cs336_systems.profiling.pictures import write_flame_pictures, write_memory_picture
             from cs336_systems.profiling.timeline_picture import write_timeline
 
-            written += write_flame_pictures(traces[0], folder, "flame")
+            written += write_flame_pictures(traces[0], folder)
             written += write_memory_picture(traces[0], folder / "memory.svg")
-            written += write_timeline(traces, folder / "timeline.svg")
+            written += (timeline := write_timeline(traces, folder / "timeline.svg"))
+            if not timeline:
+                console.print(NO_TIMELINE, markup=False)
         shown = LiteralConsole(record=True, file=StringIO(), width=150)
         for out in (shown, console):
             show(traces, out)

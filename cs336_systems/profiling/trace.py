@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular
-from cs336_systems.profiling.fields import ARGS, IDS, MEMORY, NAME, OURS, about_rank, check, checked, slim
+from cs336_systems.profiling.fields import ARGS, EVENT, NAME, OURS, about_rank, check, slim
 from cs336_systems.profiling.intervals import pack
 from cs336_systems.profiling.names import Collective, parse_collective
 
@@ -42,11 +42,7 @@ ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 FRAME = "python_function"  # the category of a Python function's spans
 RUNTIME = ("cuda_runtime", "cuda_driver")  # categories of calls that launch kernels, HIP's as well
 HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
-# Names of categories in torch 1.8 to 1.12, and its annotations, which had the category of operators.
-FORMERLY = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy"}
-FORMERLY |= {"Memset": "gpu_memset", "Python": FRAME}
 AT_ONCE = 100  # events that are written together, few enough for the processor's cache
-ANNOTATION = re.compile(r"(ProfilerStep|Optimizer\.\w+|enumerate\(DataLoader\))#")
 POSTED = ("gloo:send", "gloo:recv")
 
 
@@ -164,7 +160,6 @@ def uncollected() -> Iterator[None]:
 def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is not JSON,
     or cut short."""
-    problem, text = "", ""
 
     def no_number(name: str) -> float:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
@@ -172,22 +167,12 @@ def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -
     with os_errors(f"read the trace {path}"):
         data = regular(path).read_bytes()
     try:
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace")
         found = json.loads(text, strict=False, parse_constant=no_number, object_hook=hook)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
-    except json.JSONDecodeError as error:
-        problem = f"is cut short: its JSON stops after {len(text)} characters"
-        if not text.startswith("{") or (error.pos < len(text) and text.endswith("}")):
-            here = f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!a}"
-            problem = f"is no whole trace, for it is no JSON: {here if text else 'it is empty'}"
+        raise UserError(f"{path} is cut short: its {len(data)} bytes are no whole gzip; profile again") from None
     except (ValueError, RecursionError) as error:
-        why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else error
-        problem = f"is no trace of torch.profiler: {why}"
-    if problem:
-        raise UserError(f"{path} {problem}; profile again")
-    if isinstance(found, list) and found and isinstance(found[0], dict | tuple):  # Chrome's other format
-        found = {"traceEvents": found}
+        raise UserError(f"{path} is cut short, or no JSON of a trace: {error}; profile again") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
     return found
@@ -196,17 +181,15 @@ def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -
 def write_json(chrome: dict[str, Any], path: Path) -> None:
     """Write a trace, gzipped if the name ends in .gz."""
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
-    events, squeezer = iter(chrome["traceEvents"]), zlib.compressobj(5, wbits=31)
-    squeeze = squeezer.compress if path.suffix == ".gz" else bytes
+    events, parts = iter(chrome["traceEvents"]), list[str]()
     try:
-        head = encode({key: value for key, value in chrome.items() if key != "traceEvents"})[1:-1]
-        parts = [squeeze(f'{{{head}{"," * bool(head)}"traceEvents":['.encode())]
+        head = encode({key: value for key, value in chrome.items() if key != "traceEvents"} | {"traceEvents": []})
         while some := [*islice(events, AT_ONCE)]:
-            parts.append(squeeze(f"{',' * (len(parts) > 1)}{encode(some)[1:-1]}".encode()))
+            parts.append(encode(some)[1:-1])
     except (ValueError, RecursionError) as error:  # in parts that no reader of events has checked
         raise UserError(f"cannot write {path}: a field of some event is out of range ({error})") from None
-    parts.append(squeeze(b"]}") + (squeezer.flush() if path.suffix == ".gz" else b""))
-    path.write_bytes(b"".join(parts))
+    data = f"{head[:-2]}{','.join(parts)}]}}".encode()
+    path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
 
 
 @uncollected()
@@ -221,20 +204,19 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for fields that are missing or of another type."""
     spans, allocations, threads, flows = [], [], {}, dict[Flow, Ends]()
     lanes: dict[Lane, Lane] = {}
-    number, usual = 0, set[tuple[type, ...]]()
+    number = 0  # of the event that an error is about
     try:
         info, base = about_rank(chrome), chrome.get("baseTimeNanoseconds", 0)
-        for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007 - its last value is the event of an error
-            phase, category, name, pid, tid, start, duration, args = checked(event, usual)
-            lane, time = lanes.setdefault((pid, tid), (pid, tid)), base + round(1000 * start)
+        for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007
+            check(event, EVENT)
+            check(args := event.get("args", {}), ARGS)
+            phase, name, category = event["ph"], event.get("name"), event.get("cat", "")
+            lane = lanes.setdefault(lane := (event.get("pid"), event.get("tid")), lane)
+            time = base + round(1000 * event["ts"]) if phase != "M" else base
             if phase == "X" and category != "Trace":
-                if not IDS.issuperset(map(type, map(args.get, ARGS))):
-                    check(args, ARGS)
-                if category in FORMERLY:
-                    category = "user_annotation" if ANNOTATION.match(name) else FORMERLY[category]
-                spans.append(Span(name, category, time, time + max(0, round(1000 * duration)), lane, args))
+                end = time + max(0, round(1000 * event["dur"]))
+                spans.append(Span(event["name"], category, time, end, lane, args))
             elif phase == "i" and name == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
-                check(args, MEMORY)
                 address, nbytes, total = (args[key] for key in ("Addr", "Bytes", "Total Allocated"))
                 device = "cpu" if args["Device Type"] == 0 else "cuda"
                 allocations.append(Allocation(time, address, nbytes, device, total, lane, args.get("Device Id")))
@@ -279,15 +261,10 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path | str) -> list[Path]:
-    """Traces of `Capture` in a folder, by rank, or else of torch's TensorBoard handler. Raises UserError if there is
-    none, or two of one rank."""
-    name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("*.trace.json*"))
+    """The traces in a folder, by rank. Raises UserError if there is none."""
+    name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("rank*.trace.json*"))
     found = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
-    for (rank, first), (other, second) in pairwise(found):
-        if rank == other:
-            raise UserError(f"{first} and {second} are both of rank {rank}; remove one of them")
-    foreign = [path for path in inside if path.name.endswith((".pt.trace.json", ".pt.trace.json.gz"))]
-    if not found and not foreign:
+    if not found:
         how = "make some with benchmarks/profiling_run.py --out"
         raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
-    return [path for _, path in found] or foreign
+    return [path for _, path in found]

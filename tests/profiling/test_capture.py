@@ -14,8 +14,9 @@ from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
+from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.names import LINE_UP
-from cs336_systems.profiling.trace import Span, Trace, read_json, trace_files, trace_name
+from cs336_systems.profiling.trace import Span, Trace, trace_files, trace_name
 from tests.support import ranks
 
 
@@ -77,10 +78,10 @@ def test_a_worker_without_steps_is_profiled_whole(tmp_path):
 
 
 def test_frames_of_python_cross_no_annotation(tmp_path):
-    """As torch.profiler writes them they do, and viewers then drop what is inside."""
+    """As torch.profiler writes them they do, and viewers then drop what is inside: not so in the merged trace."""
     run_steps(tmp_path, stack=True)
-    chrome = read_json(tmp_path / "rank0.trace.json.gz")
-    slices = [e for e in chrome["traceEvents"] if e["ph"] == "X" and e.get("cat") != "Trace"]
+    merged = merge([read_trace(tmp_path / "rank0.trace.json.gz")])
+    slices = [e for e in merged["traceEvents"] if e["ph"] == "X"]
     assert len([e for e in slices if e["cat"] == "python_function"]) > 100
     times = {id(e): (round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in slices}
     tags = [e for e in slices if e["cat"] == "user_annotation"]

@@ -19,13 +19,13 @@ def odd_names():
 def test_names_are_escaped(tmp_path):
     expected = 'main thread;forward;loop.py(1): <lambda>;a "b" <c> & d, e f'
     assert stacks(flames(odd_names()))[expected] == 6000
-    (svg,) = write_flame_pictures(odd_names(), tmp_path, "odd")
+    (svg,) = write_flame_pictures(odd_names(), tmp_path)
     assert any(each.tooltip.startswith('a "b" <c> & d; e f\n') for each in shapes(svg.read_text()))
 
 
 def drawn(trace, path):
     """The SVG of a trace's CPU time, and the shapes in it by the first line of their tooltips."""
-    (svg,) = write_flame_pictures(trace, path, "flame")
+    (svg,) = write_flame_pictures(trace, path)
     return svg.read_text(), {each.tooltip.split("\n")[0]: each for each in shapes(svg.read_text())}
 
 
@@ -61,28 +61,29 @@ def test_48_blocks_make_no_huge_file(tmp_path):
     for block in range(48):
         events.append(span(f"blocks.{block} (Block)", 60 * block, 60 * block + 60))
         events += [span(f"aten::op{i}", 60 * block + i, 60 * block + i + 1) for i in range(60)]
-    (svg,) = write_flame_pictures(trace_of(*events), tmp_path, "deep")
+    (svg,) = write_flame_pictures(trace_of(*events), tmp_path)
     assert svg.stat().st_size < 50_000
     save(draw_flames(flames(trace_of(*events)), "Every block"), tmp_path / "all.svg", "Every block")
     assert (tmp_path / "all.svg").stat().st_size < 1_500_000
 
 
-def write(trace, folder, stem):
-    return [*write_flame(trace, folder, stem), *write_flame_pictures(trace, folder, stem)]
+def write(trace, folder):
+    folder.mkdir()
+    return [*write_flame(trace, folder), *write_flame_pictures(trace, folder)]
 
 
 def test_files_are_the_same_every_time(tmp_path):
-    first = write(two_steps(), tmp_path / "one", "flame_rank0")
-    second = write(two_steps(), tmp_path / "two", "flame_rank0")
-    assert [path.name for path in first] == [f"flame_rank0.{x}" for x in ("collapsed.txt", "svg")]
+    first = write(two_steps(), tmp_path / "one")
+    second = write(two_steps(), tmp_path / "two")
+    assert [path.name for path in first] == [f"flame.{x}" for x in ("collapsed.txt", "svg")]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert first[0].read_text() == TWO_STEPS
-    gpu = [path.name for path in write(on_a_gpu(), tmp_path, "gpu")]
-    assert gpu == ["gpu.collapsed.txt", "gpu_device.collapsed.txt", "gpu.svg", "gpu_device.svg"]
-    assert "36.46% of all kernels" in (tmp_path / "gpu_device.svg").read_text()
+    gpu = [path.name for path in write(on_a_gpu(), tmp_path / "gpu")]
+    assert gpu == [f"{name}.{x}" for x in ("collapsed.txt", "svg") for name in ("flame", "flame_device")]
+    assert "36.46% of all kernels" in (tmp_path / "gpu" / "flame_device.svg").read_text()
 
 
 def test_an_empty_trace(tmp_path):
-    text, svg = write(trace_of(), tmp_path, "nothing")
+    text, svg = write(trace_of(), tmp_path / "nothing")
     assert text.read_text() == ""
     assert "<svg" in svg.read_text()

@@ -110,6 +110,14 @@ def test_a_report_without_matplotlib_has_everything_but_pictures(tmp_path, monke
     assert "<img" not in (tmp_path / "index.html").read_text()
 
 
+def test_ranks_without_a_common_step_have_a_report_without_timeline(tmp_path):
+    console = Console(width=200, file=StringIO())
+    report.write_report(tmp_path, [trace(tag(f"step {r}", 0, 9), rank=r, world_size=2) for r in range(2)], console)
+    assert report.NO_TIMELINE in console.file.getvalue()
+    assert "flame.svg" in (tmp_path / "index.html").read_text()
+    assert not (tmp_path / "timeline.svg").exists()
+
+
 def test_long_names_keep_both_ends():
     assert cut("abcdefghij", 10) == "abcdefghij"
     assert cut("abcdefghijk", 10) == "abcdef…ijk"

@@ -123,6 +123,17 @@ def test_frames_that_cross_an_annotation_are_left_out():
     assert sum(map(self_time, nodes)) == 1_000_000
 
 
+def test_what_is_inside_of_two_frames_that_cross_belongs_to_the_span_around_both():
+    frame, tag = "python_function", "user_annotation"
+    spans = [
+        span("loop", 0, 1_000_000),
+        span("__enter__", 10_000, 40_000, frame),
+        span("_enter", 11_000, 40_000, frame),
+    ]
+    nodes = nest([*spans, span("op", 12_000, 13_000), span("tag", 20_000, 90_000, tag)])
+    assert shape(nodes) == [("loop", 929_000, [("op", 1000, []), ("tag", 70_000, [])])]
+
+
 def test_a_child_outlasts_its_parent_by_rounding_only():
     rounded = nest([span("a", 0, 5000), span("b", 1000, 5400)])
     assert shape(rounded) == [("a", 1000, [("b", 4000, [])])]
