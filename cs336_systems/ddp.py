@@ -40,7 +40,8 @@ class DataParallel(Wrapper):
     that did not use a parameter contributes zeros; if no rank used it, it has no gradient.
 
     Each parameter of `apart` gets a bucket of its own: a tied embedding is on two pipeline stages, and its shards must
-    match there. `ignored` parameters belong to another wrapper."""
+    match there. `ignored` parameters belong to another wrapper.
+    """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket
     overlap: bool = True  # reduce a bucket as soon as it is complete

@@ -6,7 +6,8 @@ from numbers import Integral
 class UserError(ValueError):
     """A mistake that the user can correct: what is wrong, with the numbers, and what to do, in one line.
 
-    Any other exception is a defect of this library and keeps its traceback."""
+    Any other exception is a defect of this library and keeps its traceback.
+    """
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:

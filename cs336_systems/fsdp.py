@@ -50,7 +50,8 @@ class FSDP(Wrapper):
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
-    are registered and every output counts in the loss. torch.compile works on the blocks, but not on the whole."""
+    are registered and every output counts in the loss. torch.compile works on the blocks, but not on the whole.
+    """
 
     gradients = Sharded(in_flight=2)
 

@@ -38,7 +38,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `wrapper`, a data-parallel wrapper whose gradients are sharded, it takes gradients from there (stage 2). Parameters
     are moved into a flat buffer (each stays the same object), so move or cast the module before. The state has the
     unsharded optimizer's format and loads at any number of ranks. Every rank must make the same optimizers, in the same
-    order. Raises UserError if the class cannot be sharded."""
+    order. Raises UserError if the class cannot be sharded.
+    """
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], optimizer_cls: type[torch.optim.Optimizer],

@@ -47,7 +47,8 @@ def zero(
 
     `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); up to
     stage 2 parameters `apart` get buckets of their own, `ignored` ones belong to another wrapper; `kwargs` go to the
-    optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded."""
+    optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
+    """
     if isinstance(stage, float) or stage not in range(len(STAGES)):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage!r}")
     if not callable(optimizer_cls):

@@ -104,6 +104,19 @@ class Mixed(nn.Module):
         return (self.convolution(y) * self.scale).flatten(1)[:, None].expand(-1, 4, -1)
 
 
+class Strided(nn.Module):
+    """A transposed and a channels-last weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(8, 4, dtype=torch.float64).t())
+        self.convolution = nn.Conv2d(2, 11, 2).double().to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = (tokens.double() / 11 @ self.transposed).tanh().view(-1, 2, 2, 2)
+        return self.convolution(y).flatten(1)[:, None].expand(-1, 4, -1)
+
+
 class Normed(nn.Module):
     """Batch normalisation: running statistics that each rank takes of its own rows."""
 
@@ -424,6 +437,9 @@ CASES = {
     "every parameter frozen": Case(forward_only, prepare=freeze_all),
     # A transposed weight lies in a flat buffer untransposed, so that the matrix product adds in another order.
     "three dtypes, complex, empty, 0-d, transposed, channels-last": Case(steps(), make=Mixed, inexact=ALL[4:]),
+    "a fused optimizer, transposed and channels-last weights": Case(
+        steps(), make=Strided, options={"lr": 0.05, "fused": True}, inexact=ALL[4:]
+    ),
     "non-reentrant activation checkpointing, one layer twice": Case(steps(recompute="non-reentrant")),
     "reentrant activation checkpointing, one layer twice": Case(
         steps(recompute="reentrant"), inexact=("overlapped", "bucketed", *ALL[4:])

@@ -24,7 +24,8 @@ class GatherOrder:
     fsdp.py). A tied weight is in both lists once for each of its layers, a layer before the layers inside it.
 
     Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
-    not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it."""
+    not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.
+    """
 
     def __init__(self, calls: Sequence[Call], back: Sequence[Call]) -> None:
         self.calls, self.back_number = calls, {call: number for number, call in enumerate(back)}

@@ -30,7 +30,8 @@ class Mesh:
     `model` (tp and pp) together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
     a tied embedding; None on the stages between. `dp` defaults to the rest of the ranks.
 
-    Raises UserError, with the equation, if the degrees do not multiply to the number of ranks."""
+    Raises UserError, with the equation, if the degrees do not multiply to the number of ranks.
+    """
 
     def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, dp: int | None = None) -> None:
         self.world = world = default_group()

@@ -35,7 +35,8 @@ class Work:
 
     `launching` encloses the call that starts it. A group of one rank starts nothing, and its work is done at once.
     A collective without a tag is matched with the next one that each other rank launches. So that a mismatch is found,
-    its `history` (a hash, not 0) is compared with those of this machine's ranks, before and after."""
+    its `history` (a hash, not 0) is compared with those of this machine's ranks, before and after.
+    """
 
     def __init__(self, event: Event, group: Group, number: int, history: int = 0) -> None:
         self.event, self.group, self.number, self.history, self.entry = event, group, number, history, -1

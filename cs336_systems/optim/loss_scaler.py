@@ -46,7 +46,8 @@ class DynamicLossScaler(LossScaler):
     hysteresis    the first hysteresis - 1 overflows are tolerated, and every further one lowers the scale
 
     Only growth renews the tolerance. With hysteresis 2 it takes 17 overflows from 2^32 to 2^16: one tolerated and 16
-    halvings. Raises UserError for arguments out of range."""
+    halvings. Raises UserError for arguments out of range.
+    """
 
     saved = ("scale", "clean", "tolerance")
 

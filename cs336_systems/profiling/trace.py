@@ -261,10 +261,12 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path | str) -> list[Path]:
-    """The traces in a folder, by rank. Raises UserError if there is none."""
-    name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("rank*.trace.json*"))
-    found = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
+    """The traces of `Capture` in a folder, by rank, or else those of torch's TensorBoard handler. Raises UserError if
+    there is none."""
+    name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("*.trace.json*"))
+    ours = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
+    found = [path for _, path in ours] or [path for path in inside if ".pt.trace.json" in path.name]
     if not found:
         how = "make some with benchmarks/profiling_run.py --out"
         raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
-    return [path for _, path in found]
+    return found

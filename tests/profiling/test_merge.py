@@ -181,7 +181,7 @@ def test_a_missing_rank_is_a_note(tmp_path, capsys):
 def test_traces_of_plain_torch_go_by_their_names(tmp_path, capsys):
     for rank in range(2):
         events = {"traceEvents": [slice_("aten::mm", rank, 9)]}
-        write_json(events, tmp_path / f"rank{rank}.trace.json.gz")
+        write_json(events, tmp_path / f"rank{rank}.123.pt.trace.json.gz")
     code, _, err = merge_command(capsys, str(tmp_path))
     assert (code, err) == (0, "")
     assert validate(read_json(tmp_path / "merged.trace.json.gz")).ranks == 2
