@@ -168,6 +168,13 @@ class GradBucket:
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
+    def match_strides(self) -> None:
+        """Copy each gradient whose strides are not its parameter's, as under channels-last: torch's fused optimizers
+        pair elements by address."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)
+
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
         """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
         returns True if there was one."""

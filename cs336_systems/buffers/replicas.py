@@ -121,8 +121,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
     it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
     rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient that is kept whole
-    beside them, get a NaN if some shard has a number that is not finite.
-    """
+    beside them, get a NaN if some shard has a number that is not finite."""
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
         bucket.finish()
@@ -156,11 +155,9 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
             bucket.hold_pieces()
             continue
         bucket.used = set()
+        bucket.match_strides()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None
-        for p in bucket.parameters:  # torch's fused optimizers pair elements by address: channels-last ones need a copy
-            if p.grad is not None and p.grad.stride() != p.stride():
-                p.grad = torch.empty_like(p).copy_(p.grad)
     replicas.compare(sums[-2])
 
 
