@@ -40,6 +40,7 @@ ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, a
     "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
 }  # fmt: skip
 ENDED = "ended by itself with exit code"
+OWN_OPTIMIZER = "the target makes its optimizer, and has no parameter optimizer_cls"
 Built = tuple[Any, Any]  # a model and its optimizer
 BATCH = {name: i for i, names in enumerate((  # parameters that a step may have
     "model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels", "group",
@@ -110,7 +111,7 @@ def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
     model = wrap(module, **given)
     if isinstance(model, tuple):
         if "optimizer_cls" not in given and cls is not torch.optim.SGD:
-            raise AttributeError("the target makes its optimizer, and has no parameter optimizer_cls")
+            raise AttributeError(OWN_OPTIMIZER)
         return model[0], model[1]
     if not callable(model):
         raise TypeError(f"the wrapper returned {type(model).__name__}, which cannot be called")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cs336_systems.check.candidates import Candidate, called, candidate
+from cs336_systems.check.candidates import OWN_OPTIMIZER, Candidate, called, candidate
 from cs336_systems.check.cases import CASES, DIED, FIRST, Case, clipped
 from cs336_systems.check.diagnosis import Diagnosis, diagnose
 from cs336_systems.check.oracle import Notes, Wrong
@@ -26,8 +26,7 @@ TRAINING = {  # rows of the first case: kind of tensor, and whether it is before
 }  # fmt: skip
 BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
          "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
-OFFERED = {"no_sync": "the model has no method no_sync",
-           "optimizer_cls": "the target makes its optimizer, and has no parameter optimizer_cls"}  # fmt: skip
+OFFERED = {"no_sync": "the model has no method no_sync", OWN_OPTIMIZER: OWN_OPTIMIZER}
 BROKEN = f"{BrokenPromiseError.__name__}: "
 REFERENCES: dict[tuple[str, int], dict[str, list[Notes]]] = {}  # by kind and ranks, of the cases without a user's model
 

@@ -12,7 +12,8 @@ memory that nobody has written to is P. Over all ranks of the group
 
 Rows are P, and weights that each rank has drawn itself are V. A weight that an optimizer has updated must not be P, as
 it is after an update by a gradient that is P, and a weight that a layer uses must be R. Not seen: factors, waits, sums
-that are made of messages, and an optimizer that averages weights instead of gradients.
+that are made of messages, an optimizer that averages weights instead of gradients, and one that gathers shards that it
+has updated by its own rank's gradient, by hand: compare the numbers.
 """
 
 from collections.abc import Iterator

@@ -40,7 +40,7 @@ def default_group(group: Group | None = None) -> Group:
     """Return the given group, or the group of all ranks. Raises UserError if none was started, or for a group that this
     rank is not in."""
     if group is not None:
-        if not hasattr(group, "size"):  # what torch.distributed.new_group() returns to ranks that it was not given
+        if not hasattr(group, "rank"):  # what torch.distributed.new_group() returns to ranks that it was not given
             raise UserError(f"{group} is not a process group that this rank is in: give one, on its ranks alone")
         return group
     if not dist.is_initialized():

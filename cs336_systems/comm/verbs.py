@@ -159,14 +159,14 @@ def _collective(
         yield work
 
 
-def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction | None = None) -> Tensor:
+def _as_vector(flat: Tensor, group: Group, slices: int = 1, reduction: Reduction | Literal[False] = False) -> Tensor:
     """View a tensor as a vector. Raises ValueError for one that is not contiguous, unless it is a vector and sent over
     shared memory, one that does not divide into slices, an unknown reduction, a mean of integers, a sum of float8."""
     if not flat.is_contiguous() and (flat.dim() > 1 or not transport.serves(group, flat)):
         raise ValueError(f"a tensor of shape {tuple(flat.shape)} is not contiguous: give its .contiguous()")
     if flat.numel() % slices:
         raise ValueError(f"{flat.numel()} elements do not divide into slices of {slices} ranks")
-    if reduction not in (None, *REDUCTIONS):
+    if reduction is not False and reduction not in REDUCTIONS:
         raise ValueError(f"no reduction is called {reduction!r}: choose from {', '.join(REDUCTIONS)}")
     if reduction == "mean" and not (flat.is_floating_point() or flat.is_complex()):
         raise ValueError(f"a mean needs a floating-point dtype, not {flat.dtype}: use reduction='sum'")

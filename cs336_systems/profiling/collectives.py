@@ -9,15 +9,17 @@ two threads, so spans may begin in another order than their calls. Such a span f
 - was made before the span began, and whose wait, if there was one, ended after it;
 - is of the same group as the other spans of that thread.
 
-Of several free calls that fit, a span takes the one whose wait ended first: so as many spans as possible have a call.
+Of several calls that fit, a span takes the first free one. If none is free, earlier spans move to other calls that fit
+them, so that as many spans as possible have a call (augmenting paths, Berge).
 """
 
 import re
-from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from cs336_systems.profiling.fields import shapes_of, types_of
@@ -27,7 +29,7 @@ from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, gro
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to be up to 15 us off the clock.
 CONVERSION = 15_000  # nanoseconds
-Form = tuple[str, str]  # verb and shape
+Kind = tuple[str, str, str | None, str | None]  # of a span: verb, shape, its thread's group and its data type, if known
 GLOO = re.compile(r"^gloo:")
 FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
 
@@ -40,8 +42,8 @@ class Call:
     group: str | None = None  # if that is known
     deadline: int | None = None  # when its wait ended, if there was one
 
-    def forms(self) -> Iterator[Form]:
-        """Those of all spans that may run it. Without shapes recorded, neither side has any."""
+    def forms(self) -> Iterator[tuple[str, str]]:
+        """(verb, shape) of all spans that may run it. Without shapes recorded, neither side has any."""
         plain = FORM.sub("", self.span.name.removeprefix("c10d::").replace("_", ""))
         # gloo has no reduce-scatter of its own on the CPU.
         for verb in {plain, "allreduce" if plain == "reducescatter" else plain}:
@@ -58,68 +60,77 @@ class Call:
             elif shape or kind not in ("", "Scalar", "ScalarList"):
                 yield shape, kind
 
-    @property
-    def over(self) -> int:
-        """The latest end of the span that ran it."""
-        return FOREVER if self.deadline is None else self.deadline + CONVERSION
-
-    @cached_property
-    def kind(self) -> tuple[str | None, frozenset[str]]:
-        """Its group, and the data types of its tensors, with "" for one that is not known."""
-        return self.group, frozenset(kind for _, kind in self.tensors())
+    def suits(self, group: str | None, kind: str | None) -> bool:
+        """True if a span of this data type, on a thread of this group, may have run it, as far as these are known."""
+        known = {each for _, each in self.tensors()}
+        typed = kind is None or not known or bool(known & {"", kind})
+        return typed and (group is None or self.group in (None, group))
 
 
 def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
     """Index of the call that each span of gloo's threads ran, by identity. Both are in order of start."""
-    groups = _groups_of_threads(calls, spans)
-    # By form, and by group and types: (latest end, index) of the calls made so far that no span has, in order.
-    free = defaultdict[Form, dict[Any, list[tuple[int, int]]]](dict)
-    runs = dict[int, int]()
-    for span, since in _with_calls(calls, spans):
-        for index in since:
-            for form in calls[index].forms():
-                insort(free[form].setdefault(calls[index].kind, []), (calls[index].over, index))
-        group, data = groups.get(span.lane), next(iter(types_of(span.args)), None)
-        fit = list[tuple[int, int]]()
-        for (its_group, types), waiting in free[_form(span)].items():
-            typed = data is None or not types or bool(types & {"", data})
-            if typed and (group is None or its_group in (None, group)):
-                fit += waiting[(first := bisect_left(waiting, (span.end,))) : first + 1]
-        if fit:
-            _, index = found = min(fit)
-            runs[id(span)] = index
-            for form in calls[index].forms():
-                waiting = free[form][calls[index].kind]
-                del waiting[bisect_left(waiting, found)]
-    return runs
+    forms: dict[tuple[str, str], list[int]] = {}
+    for index, call in enumerate(calls):
+        for form in call.forms():
+            forms.setdefault(form, []).append(index)
+    kinds = _kinds(spans, {form: [calls[i] for i in indices] for form, indices in forms.items()})
+    # By kind of span: the calls that fit it, and those of them that no span has; in order.
+    suited = {kind: [i for i in forms.get(kind[:2], []) if calls[i].suits(*kind[2:])] for kind in set(kinds.values())}
+    free = {kind: indices[:] for kind, indices in suited.items()}
+    kinds_of = grouped(((index, kind) for kind in free for index in free[kind]), itemgetter(0))
+    over = [FOREVER if call.deadline is None else call.deadline + CONVERSION for call in calls]
+    latest = list(accumulate(over, max))  # in order, so that a span skips calls that ended long before
+    runs: dict[int, Span] = {}  # by call
 
+    def fitting(span: Span, those: dict[Kind, list[int]]) -> Iterator[int]:
+        known = those[kinds[id(span)]]
+        first = bisect_left(known, span.end, key=latest.__getitem__)
+        last = bisect_right(known, span.start, key=lambda index: calls[index].span.start)
+        return (known[k] for k in range(first, last) if over[known[k]] >= span.end)
 
-def _with_calls(calls: Sequence[Call], spans: Sequence[Span]) -> Iterator[tuple[Span, range]]:
-    """Each span with the indices of the calls that were made since the span before it."""
-    made = 0
+    def drop(index: int, those: dict[Kind, list[int]]) -> None:
+        for _, kind in kinds_of[index]:
+            del those[kind][bisect_left(those[kind], index)]
+
     for span in spans:
-        first = made
-        while made < len(calls) and calls[made].span.start <= span.start:
-            made += 1
-        yield span, range(first, made)
+        wanted: dict[int, tuple[Span, int | None]] = {}  # by call, the span that would take it, and the call it leaves
+        movers: deque[tuple[Span, int | None]] = deque([(span, None)])
+        while movers:
+            mover, leaves = movers.popleft()
+            if (found := next(fitting(mover, free), None)) is not None:
+                wanted[found] = mover, leaves
+                drop(found, free)
+                while found is not None:
+                    runs[found], found = wanted[found]
+                break
+            fit = [index for index in fitting(mover, suited) if index not in wanted]
+            wanted |= dict.fromkeys(fit, (mover, leaves))
+            movers.extend((runs[index], index) for index in reversed(fit))
+        else:
+            for index in wanted:
+                drop(index, suited)  # for good: no later span can use it either
+    return {id(span): index for index, span in runs.items()}
 
 
-def _form(span: Span) -> Form:
-    shapes = shapes_of(span.args)
-    return span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
-
-
-def _groups_of_threads(calls: Sequence[Call], spans: Sequence[Span]) -> dict[Lane, str]:
-    """The group of each of gloo's threads: the only one that had asked for what it ran."""
-    asked, found = defaultdict[Form, set[str | None]](set), defaultdict[Lane, set[str]](set)
-    for span, since in _with_calls(calls, spans):
-        for index in since:
-            for form in calls[index].forms():
-                asked[form].add(calls[index].group)
-        match [*asked[_form(span)]]:
-            case [str(only)]:
-                found[span.lane].add(only)
-    return {lane: names.pop() for lane, names in found.items() if len(names) == 1}
+def _kinds(spans: Sequence[Span], asking: Mapping[tuple[str, str], Sequence[Call]]) -> dict[int, Kind]:
+    """The kind of each span, by identity, given the calls that ask for a verb and shape. A thread belongs to the
+    only group that had asked for what it ran."""
+    mixed = {  # when a second group first asks for the same
+        form: next((call.span.start for call in calls if call.group != calls[0].group), FOREVER)
+        for form, calls in asking.items()
+    }
+    forms, groups = dict[int, tuple[str, str]](), dict[Lane, set[str]]()
+    for span in spans:
+        shapes = shapes_of(span.args)
+        form = span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
+        forms[id(span)] = form
+        first = asking[form][0] if form in asking else None
+        if first and first.group is not None and first.span.start <= span.start < mixed[form]:
+            groups.setdefault(span.lane, set()).add(first.group)
+    group_of = {lane: next(iter(names)) for lane, names in groups.items() if len(names) == 1}
+    return {
+        id(span): (*forms[id(span)], group_of.get(span.lane), next(iter(types_of(span.args)), None)) for span in spans
+    }
 
 
 @dataclass(frozen=True)

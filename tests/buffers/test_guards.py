@@ -160,6 +160,8 @@ def test_gradients_of_equal_modules_are_not_mixed(wrapper, finish):
 def stranger_case(group) -> None:
     alone = torch.distributed.new_group([0])
     module = Net()
+    with pytest.raises(UserError, match="is not a process group"):
+        BucketedDDP(module, group=torch.ones(2))
     for make in (partial(BucketedDDP, module), partial(ShardedOptimizer, module.parameters(), torch.optim.SGD)):
         if group.rank() == 1:
             with pytest.raises(UserError, match="is not a process group that this rank is in"):

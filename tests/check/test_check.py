@@ -255,6 +255,20 @@ def ending(*how: Any, only: str = "training", timeout: float | None = None) -> A
     return check(wrap, kind="ddp", only=("training", only), timeout=timeout or patience(PATIENCE))
 
 
+class Forgetful(torch.optim.Optimizer):
+    """A sharded optimizer that has not kept the class that it was given."""
+
+    def __init__(self, params: Any, optimizer_cls: Any, **options: Any) -> None:
+        super().__init__([*params], options)
+        self.inner = self.optimizer_cls(self.param_groups)
+
+
+def test_a_mistake_about_optimizer_cls_is_no_missing_offer():
+    report = check(Forgetful, kind="sharded-optimizer", only=("training",))
+    assert [each.status for each in report.verdicts] == ["FAILED"]
+    assert report.exit_code() == 2
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_a_rank_that_ends_by_itself_is_told(name):
     end, said = ENDS[name]

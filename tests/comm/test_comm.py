@@ -260,6 +260,7 @@ def wrong_case(group) -> None:
     whole, odd = torch.ones(4, dtype=torch.int64), torch.ones(2 * group.size() + 1)
     for call, message in (
         (lambda: all_reduce(odd, group, reduction="median"), "no reduction is called 'median'"),
+        (lambda: all_reduce(odd, group, reduction=None), "no reduction is called None"),
         (lambda: all_reduce(whole, group), "a mean needs a floating-point dtype, not torch.int64"),
         (
             lambda: all_reduce(whole.to(torch.float8_e5m2), group),

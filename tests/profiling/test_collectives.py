@@ -26,6 +26,7 @@ def places(calls: list[Call], spans: list[Span]) -> list[int | None]:
 def test_equal_calls_run_in_the_order_in_which_they_were_made():
     assert places([call(0), call(10), call(20)], [ran(30, 40), ran(32, 35, 3), ran(36, 50, 3)]) == [0, 1, 2]
     assert places([call(0), call(50)], [ran(10, 20), ran(30, 40)]) == [0, None], "none was asked for yet"
+    assert places([call(0, 90), call(1, 80)], [ran(3, 10), ran(11, 20)]) == [0, 1], "also if waits end in another"
 
 
 def test_what_could_only_have_run_before_is_given_to_an_earlier_span():
