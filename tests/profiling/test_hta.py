@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.profiling.overlap import overlap
-from tests.profiling.test_overlap import FIXTURE, GLOO, event, made_profiles, trace  # noqa: F401 (a fixture)
+from tests.profiling.test_overlap import FIXTURE, GLOO, event, trace
 from tests.support.hta import compare_with_hta, hta_overlap, quiet_hta
 from tests.support.hta_bridge import bridge
 

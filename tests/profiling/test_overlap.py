@@ -4,17 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from cs336_systems.comm import all_reduce, subgroup
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
-from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files
-from tests.support import chrome_events, ranks
+from tests.support import chrome_events
 from tests.support.flame_cases import span as event
 
 FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"
@@ -168,61 +163,6 @@ def test_the_note_below_the_table_explains_its_columns():
     above = [event(f"step {k}", 100 * k, 100 * k + 90, 7, "gpu_user_annotation") for k in (0, 1)]
     assert "Sums over 2 steps" in overlap_table([trace(*twice, *above)]).markdown(), "each step counts once"
     assert "| 0 | 0.000 | 0.000 | 0.000 | - | - | - | 0.000 |" in overlap_table([trace()]).markdown()
-
-
-class Synchronous(nn.Module):
-    """Reduces every gradient inside its hook and waits for it there: never an overlap."""
-
-    def __init__(self, module: nn.Module, group) -> None:
-        super().__init__()
-        self.module = module
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: all_reduce(p.grad, group, "in a hook").wait())
-
-    def forward(self, x):
-        return self.module(x)
-
-    def finish_gradient_synchronization(self) -> None:
-        pass
-
-
-def profile_all(group, folder: str) -> None:
-    """Profiles of every kind of wrapper, and of reductions in two groups at once, in folders of their names."""
-    for kind in KINDS:
-        torch.manual_seed(0)
-        wrapped = KINDS[kind](nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)]), group)
-        with Capture(Path(folder, kind), group, wrapped, None, warmup=1, steps=2) as capture:
-            for _ in range(capture.total):
-                with capture.step():
-                    with capture.phase("forward"):
-                        loss = wrapped(torch.ones(8, 48)).square().mean()
-                    with capture.phase("backward"):
-                        loss.backward()
-                    with capture.phase("synchronise"):
-                        wrapped.finish_gradient_synchronization()
-                    wrapped.zero_grad()
-    pair, big, small = subgroup([0, 1]), torch.ones(300_000), torch.ones(8)
-    with Capture(Path(folder, "groups"), group) as capture, capture.step():
-        works = [all_reduce(big, group, f"big {i}") for i in range(3)]
-        works.append(all_reduce(small, pair, "small"))
-        for work in reversed(works):
-            work.wait()
-
-
-KINDS = {
-    "naive": lambda model, group: NaiveDDP(model, group=group),
-    "flat": lambda model, group: FlatDDP(model, group=group),
-    "synchronous": Synchronous,
-    "bucketed": lambda model, group: BucketedDDP(model, 0.01, group=group),
-}
-
-
-@pytest.fixture(scope="module", name="profiles")
-def made_profiles(tmp_path_factory) -> Path:
-    """The folder in which two ranks leave their profiles."""
-    folder = tmp_path_factory.mktemp("profiles")
-    ranks.run_on_gloo(profile_all, 2, folder=str(folder))
-    return folder
 
 
 def launched_in(trace: Trace, phase: str) -> list[int]:
