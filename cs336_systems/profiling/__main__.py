@@ -13,7 +13,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import offsets
-from cs336_systems.profiling.merge import merge
+from cs336_systems.profiling.merge import CROSSING, merge
 from cs336_systems.profiling.report import MERGED, missing_ranks, write_report
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files, uncollected, write_json
 
@@ -43,6 +43,8 @@ def merge_command(folder: Path) -> None:
     if note := missing_ranks(traces):
         screen.print(note)
     phases = Counter(event["ph"] for event in merged["traceEvents"])
+    if crossing := merged["otherData"]["crossing"]:
+        screen.print(CROSSING.format(crossing))
     screen.print(f"{phases['X']} slices, {phases['f']} arrows, {len(traces)} rank{'s' * (len(traces) > 1)}")
     screen.print(f"{out}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
@@ -56,11 +58,8 @@ def report_command(folder: Path) -> None:
 
 
 def read_ranks(files: list[Path]) -> list[Trace]:
-    """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank.
-
-    A trace made without a process group does not know its rank; it is taken from the file's name, if that has one. Nor
-    does it know the number of ranks: at least as many as the others say, and more than the highest rank.
-    """
+    """The traces in some files, by rank. Raises UserError for a file that is no trace, and for two of one rank. A trace
+    made without a process group has the rank in its file's name, and is of as many ranks as the others say or show."""
     found: dict[int, tuple[Path, Trace]] = {}
     for file in files:
         trace = read_trace(file)

@@ -1,12 +1,11 @@
 """Match collectives across ranks, derive each rank's clock offset from them, and shift all traces to one clock.
 
-Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, match by group and number. A backend's spans (gloo's
-on its threads, NCCL's on a GPU) have neither: the k-th of a name and shape on one rank matches the k-th on the others,
-since collectives of a group run in order. Spans that could belong to several groups are not matched.
+Our annotations match by group and number. A backend's spans (gloo's on its threads, NCCL's on a GPU) have neither: the
+k-th of a name and shape on one rank matches the k-th on the others, since collectives of a group run in order. Spans
+that could belong to several groups are not matched.
 
-Two facts bound a clock's offset: no rank leaves an all-reduce before every rank has entered it (`_most_ahead`), and
-ranks on one host read one clock. The second is dropped where it contradicts the first, for two machines may share a
-host's name. The offset is the middle of the remaining interval, its bound half of the width.
+An offset is the middle of the interval that collectives allow (`_most_ahead`), its bound half of the width. Ranks on
+one host read one clock, unless collectives contradict: two machines may share a host's name.
 """
 
 import re
@@ -60,7 +59,7 @@ def _annotated(traces: list[Trace]) -> Iterable[Matched]:
         ranks = {name: members for name, members in _groups(trace) if name}
         nccl = any(span.name.startswith("nccl:") for span in trace.annotated)
         blocking = not nccl and not any(span.category == "kernel" for span in transfers(trace))
-        # The call of torch.distributed; an empty tensor is not sent.
+        # Calls of torch.distributed; an empty tensor is not sent.
         sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
         for about, span in (each for each in trace.collectives if each[0].verb not in MESSAGES):
             key = about.key, ranks.get(about.group, "")  # halves of a split may share a name
@@ -156,9 +155,9 @@ def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]
 def _most_ahead(matches: list[Matched], drift: int) -> dict[tuple[int, int], int]:
     """Upper bound, for ranks (a, b), of how far b's clock is ahead of a's, which changes by `drift` at most.
 
-    If a's span starts at start_a and b's ends at end_b, each on its own clock, clock_b - clock_a <= end_b - start_a.
-    The tightest bounds that follow from all such constraints are the shortest paths between ranks (Floyd and Warshall):
-    they bound even ranks that share no collective with the first.
+    No rank leaves an all-reduce before all have entered it: if a's span starts at start_a and b's ends at end_b, each
+    on its own clock, clock_b - clock_a <= end_b - start_a. The tightest bounds that follow are the shortest paths
+    between ranks (Floyd and Warshall), even between ranks that share no collective.
     """
     ahead: dict[tuple[int, int], int] = {}
     for matched in matches:

@@ -1,7 +1,7 @@
 """Breakdown of the step by part of the model, by module, and into matrix products, norms, softmax and loss.
 
 Times are the device's on a GPU, and otherwise those of the threads that compute. In shares an operator counts with all
-operators that it calls, so a product's time includes the copies that it needs.
+that it calls.
 """
 
 import re
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.profiling.names import Modules, kind_of, kinds_of, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.operators import FACTORS, FUSED, SOFTMAX_FLOPS, operator_flops, share, softmax_flops
@@ -20,14 +19,12 @@ from cs336_systems.profiling.trace import Trace, once
 PARTS = ("attention", "norm", "feed-forward", "embedding")
 REMAINDER = {"linear": "linear layers elsewhere", "block": "blocks, between their parts", "other": "rest of the model"}
 COLLECTIVES, MATMUL, FUSED_ATTENTION, LOSS = "collectives", "matrix products", "fused attention", "loss"
-CONVOLUTION = "convolutions"
 SOFTMAX, SCORES, VALUES = "softmax of attention", "scores q k^T", "weights times v"
 PRODUCTS, PROJECTIONS, REST = "both products", "projections", "the rest"
 SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", *SOFTMAX_FLOPS)
 FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
 LABELS = {  # of operators, by the beginning of their names
     MATMUL: re.compile(rf"({'|'.join(FACTORS)}|aten::mv|aten::addmv|aten::dot)$"),
-    CONVOLUTION: re.compile(r"aten::(\w*_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)"),
     FUSED_ATTENTION: re.compile(rf"{FUSED.pattern}|FlashAttention2(Backward)?$"),  # the latter is the stand-in in torch
     LOSS: re.compile(rf"(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$"),
 }
@@ -65,8 +62,7 @@ class Row:
 
 @dataclass
 class ModuleRow(Row):
-    """Time of a module, or of `modules` whose names differ only in numbers: of its own operators, without the modules
-    inside it, which `inclusive` adds."""
+    """Time of a module's own operators, or of `modules` alike but for numbers; `inclusive` adds inner modules'."""
 
     modules: int = 0
     calls: int = 0
@@ -89,9 +85,8 @@ def _group(trace: Trace, names: Callable[[Node], Iterable[str]], by_phase: bool 
 
 
 def _part(node: Node) -> str:
-    """The part of a model or of a step that an operator belongs to: the innermost of attention, norm, feed-forward and
-    embedding, though all of a mixture of experts is one part; outside modules, the phase. Collectives are a part of
-    their own, wherever they are launched and waited for."""
+    """The part of a model or of a step that an operator belongs to: the innermost of PARTS, though all of a mixture of
+    experts is one part; outside modules, the phase. Collectives are a part of their own."""
     kinds = kinds_of(node.modules)
     if node.collective or "moe" in kinds:
         return COLLECTIVES if node.collective else "moe"
@@ -138,7 +133,7 @@ def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
     found: dict[Node | None, tuple[str, str]] = {None: ("", "")}
     for node in timeline(trace).busy:
         name = node.span.name
-        label, operator = found[node.outer]
+        label, operator = found[node.parent]
         if not label or (label == LOSS and _label_of(name) == MATMUL):  # a fused loss makes the head's products, too
             label, operator = COLLECTIVES if node.collective else _label_of(name), name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
@@ -149,8 +144,8 @@ def _labels(trace: Trace) -> dict[Node | None, tuple[str, str]]:
 
 @once
 def share_rows(trace: Trace) -> list[Row]:
-    """Matrix products, norms, attention's softmax and the loss; convolutions, fused attention and collectives if there
-    are any: for these the time to launch and to wait, not of the transfer. Columns are the phases."""
+    """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any: for
+    these the time to launch and to wait, not of the transfer. Columns are the phases."""
     labels = _labels(trace)
     classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
     norms = classes.pop() if len(classes) == 1 else "norms"
@@ -160,18 +155,15 @@ def share_rows(trace: Trace) -> list[Row]:
         return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
     rows = _group(trace, names, by_phase=True)
-    order = (MATMUL, CONVOLUTION, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)
+    order = (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)
     found = [rows.get(name, Row(name)) for name in order]
-    return [row for row in found if row.total or row.name not in (CONVOLUTION, FUSED_ATTENTION, COLLECTIVES)]
+    return [row for row in found if row.total or row.name not in (FUSED_ATTENTION, COLLECTIVES)]
 
 
 @once
 def attention_rows(trace: Trace) -> list[Row]:
-    """Attention's softmax, its two products, its projections, and the rest: scaling, mask, copies.
-
-    In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
-    weights and values. Backward's four products share a row, and recomputation counts for backward.
-    """
+    """Attention's softmax, its two products (before the softmax that of queries and keys, after it that of weights and
+    values; backward's four share a row), projections, and the rest. Recomputation counts for backward."""
     rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
         label, operator = labels[node]
@@ -201,30 +193,9 @@ def attention_rows(trace: Trace) -> list[Row]:
     return [rows[name] for name in order if name in rows]
 
 
-def share_lines(trace: Trace) -> list[str]:
-    """The results as sentences, one each."""
-    lines, busy = list[str](), timeline(trace).busy
-    for row in share_rows(trace):
-        if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules to show it
-            continue
-        spent = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
-        parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in spent.items() if time)
-        line = f"{row.name[0].upper()}{row.name[1:]}: {row.share:.2%} of the step"
-        if row.name == MATMUL and any(node.phase == "forward" for node in busy):
-            line += f", {row.of_forward:.2%} of the forward pass"
-        lines.append(line + f" ({parts})." if parts else f"{line}.")
-    if any(node.span.name == FUSED_LOSS for node in busy):
-        lines.append(FUSED_LOSS_NOTE)
-    attention = {row.name: row for row in attention_rows(trace)}
-    if SOFTMAX not in attention and FUSED_ATTENTION in attention:
-        lines.append(NO_SOFTMAX)
-    softmax, products = attention.get(SOFTMAX), attention.get(PRODUCTS)
-    if softmax and products and products.forward:
-        both = " and ".join(format_seconds(row.forward / 1e9) for row in (softmax, products))
-        ratio = softmax.forward / products.forward
-        line = f"In the forward pass attention's softmax takes {ratio:.2f} of the time of its two products ({both})"
-        if softmax.forward_flops and products.forward_flops:
-            counts = " and ".join(format_count(row.forward_flops) for row in (softmax, products))
-            line += f" with {softmax.forward_flops / products.forward_flops:.3f} of their FLOPs ({counts})"
-        lines.append(f"{line}.")
-    return lines
+def share_note(trace: Trace) -> str:
+    """What the shares do not show apart, in words."""
+    attention = {row.name for row in attention_rows(trace)}
+    fused_loss = any(node.span.name == FUSED_LOSS for node in timeline(trace).busy)
+    fused_attention = FUSED_ATTENTION in attention and SOFTMAX not in attention
+    return " ".join([FUSED_LOSS_NOTE] * fused_loss + [NO_SOFTMAX] * fused_attention)

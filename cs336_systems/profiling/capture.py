@@ -1,8 +1,5 @@
-"""Capture: profile a worker on every rank, `with Capture(folder) as capture:` around its steps.
-
-Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, without the warm-up. The key "cs336" holds what
-that lacks: the rank, and the storages in memory by category.
-"""
+"""Capture: profile a worker on every rank. Each writes `rank<r>.trace.json.gz`: torch.profiler's own trace, without the
+warm-up, and under the key "cs336" what that lacks: the rank, and the storages in memory by category."""
 
 import os
 import sys
@@ -43,14 +40,10 @@ class Capture:
                     with capture.phase("forward"): ...  # and backward, synchronise, optimizer
 
     A worker without these calls is profiled whole: `with Capture(folder): worker()`. With a `group`, whose ranks must
-    all do the same, the ranks begin the first step together, which also measures the offsets of their clocks.
-
-    `device` is where the model computes, by default its own device, or a GPU if there is one. `tags` names modules; a
-    compiled model allows no hooks. `stack` adds Python's frames; `nvtx` makes ranges of the same names for nsys, which
-    then records the GPU's kernels instead of torch.profiler.
-
-    Raises UserError, with a group on every rank, for a folder that cannot be written, for a profiler that runs already,
-    and if the worker takes too few steps.
+    all do the same, the ranks begin the first step together, which also measures the offsets of their clocks. `device`
+    is where the model computes, by default its own device, or a GPU if there is one. `tags` names modules; a compiled
+    model allows no hooks. `nvtx` makes ranges of the same names for nsys, which then records the GPU's kernels. Raises
+    UserError, with a group on every rank, for a folder that cannot be written, a running profiler, and too few steps.
     """
 
     def __init__(
@@ -63,7 +56,6 @@ class Capture:
         steps: int = 1,
         device: torch.device | str | None = None,
         tags: bool = True,
-        stack: bool = False,
         nvtx: bool = False,
         meta: dict[str, Any] | None = None,
     ) -> None:
@@ -71,7 +63,7 @@ class Capture:
             raise UserError(f"warmup {warmup} must not be negative, and steps {steps} be one at least")
         self.folder, self.group, self.model, self.meta = Path(folder), group, model, meta or {}
         self.warmup, self.steps, self.total = warmup, steps, warmup + steps
-        self.tags, self.stack, self.nvtx = tags, stack, nvtx
+        self.tags, self.nvtx = tags, nvtx
         self.held = lambda: describe(held_by(model, optimizer))
         first = next(model.parameters(), None) if model is not None else None
         default = first.device if first is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +103,7 @@ class Capture:
         with record_function("warm-up"):
             pass
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda" and not self.nvtx)]
-        wanted: Any = {"record_shapes": True, "profile_memory": True, "with_stack": self.stack, "acc_events": True}
+        wanted: Any = {"record_shapes": True, "profile_memory": True, "acc_events": True}
         self.profiler = profile(activities=activities, **wanted)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)

@@ -1,16 +1,11 @@
 """Every collective from its launch to the end of its wait, with the transfers that it consists of.
 
-A backend's own spans do not say which buffer they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a
-kernel. Our annotation of the launch does. It finds a kernel by its correlation, and a send or receive because that is
-posted inside the launch. But a span on gloo's threads has no link to its call of torch.distributed, and every group has
-two threads, so spans may begin in another order than their calls. Such a span fits a call that
-
-- asks for the same verb, for tensors of the same shape and, where the call says so, type;
-- was made before the span began, and whose wait, if there was one, ended after it;
-- is of the same group as the other spans of that thread.
-
-Of several calls that fit, a span takes the first free one. If none is free, earlier spans move to other calls that fit
-them, so that as many spans as possible have a call (augmenting paths, Berge).
+Only our annotation of the launch says which buffer is reduced. It finds a kernel by its correlation, and a send or
+receive because that is posted inside the launch. But a span on gloo's threads has no link to its call of
+torch.distributed, and every group has two threads, so spans may begin in another order than their calls. Such a span
+fits a call for the same verb, shape and (where it says so) type that was made before the span began, whose wait, if
+any, ended after it, and that is of the same group as the other spans of that thread. It takes the first free one. If
+none is free, earlier spans move to others, so that as many as possible have a call (augmenting paths, Berge).
 """
 
 import re
@@ -24,7 +19,7 @@ from typing import Any
 
 from cs336_systems.profiling.fields import shapes_of, types_of
 from cs336_systems.profiling.intervals import FOREVER
-from cs336_systems.profiling.names import COMMUNICATION, Collective
+from cs336_systems.profiling.names import COMMUNICATION, ON_HOST, Collective
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to be up to 15 us off the clock.
@@ -119,14 +114,14 @@ def _kinds(spans: Sequence[Span], asking: Mapping[tuple[str, str], Sequence[Call
         form: next((call.span.start for call in calls if call.group != calls[0].group), FOREVER)
         for form, calls in asking.items()
     }
-    forms, groups = dict[int, tuple[str, str]](), dict[Lane, set[str]]()
+    forms, groups = dict[int, tuple[str, str]](), dict[Lane, set[str | None]]()
     for span in spans:
-        shapes = shapes_of(span.args)
-        form = span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
-        forms[id(span)] = form
-        first = asking[form][0] if form in asking else None
-        if first and first.group is not None and first.span.start <= span.start < mixed[form]:
-            groups.setdefault(span.lane, set()).add(first.group)
+        shape = str(next(iter(shapes_of(span.args)), ""))
+        forms[id(span)] = form = span.name.removeprefix("gloo:").replace("_", ""), shape
+        if form in asking and asking[form][0].span.start <= span.start < mixed[form]:
+            groups.setdefault(span.lane, set()).add(asking[form][0].group)
+    for names in groups.values():
+        names.discard(None)
     group_of = {lane: next(iter(names)) for lane, names in groups.items() if len(names) == 1}
     return {
         id(span): (*forms[id(span)], group_of.get(span.lane), next(iter(types_of(span.args)), None)) for span in spans
@@ -167,8 +162,8 @@ def transfers(trace: Trace) -> list[Span]:
 
 
 def on_host(trace: Trace) -> list[Span]:
-    """A backend's spans on the CPU's threads. NCCL's are none: they say only when a kernel was enqueued."""
-    return [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
+    """A backend's spans on the CPU's threads."""
+    return [span for span in trace.annotated if ON_HOST.match(span.name)]
 
 
 @once

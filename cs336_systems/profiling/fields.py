@@ -70,8 +70,7 @@ def _is_shape(found: Any) -> bool:
 
 
 def slim() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A hook that saves memory: objects share equal texts and lists, and numbers that matter only inside torch are
-    dropped."""
+    """A hook that saves memory: objects share equal texts and lists, and lose numbers that matter only inside torch."""
     texts, lists = dict[str, str](), dict[str, list[Any]]()
 
     def hook(found: dict[str, Any]) -> dict[str, Any]:

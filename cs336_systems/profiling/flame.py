@@ -1,38 +1,22 @@
 """Flame graphs: a whole trace as a tree of frames whose self times sum, to the nanosecond, to the time of its roots.
 
-Every operator of backward is below the modules whose forward created it: `backward;model;blocks.0;attention;query` is
-the time of that layer's backward. A recomputed forward is below the backward of its module. Uninformative frames are
-dropped, and their self time goes to the frame around them: time is moved between frames, never lost. Sends and receives
-"in flight" are no work of any thread, and are left out.
+Every operator of backward is below the modules whose forward created it: `backward;model;blocks.*;attention;query`. A
+recomputed forward is below the backward of its module. A frame that is left out leaves its time to the one around it.
+Sends and receives "in flight" are no work of any thread, and are left out.
 """
 
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
-from cs336_systems.host.text import printable
-from cs336_systems.profiling.names import (
-    ENGINE,
-    PHASES,
-    UNNAMED,
-    Modules,
-    is_collective,
-    parse_collective,
-    parse_tag,
-    step_number,
-    without_layer_numbers,
-)
-from cs336_systems.profiling.nesting import Node, nested
-from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, Sort, phase_at, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Trace, once
+from cs336_systems.profiling.names import ENGINE, UNNAMED, Modules, parse_collective, step_number, without_layer_numbers
+from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.timeline import IN_FLIGHT, Sort, roles, timeline
+from cs336_systems.profiling.trace import DEVICE, KERNEL, Trace, once
 
 DEEPEST = 250  # frames in a stack; the last one has the time of deeper ones
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
-FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
 
 
 @dataclass
@@ -40,7 +24,7 @@ class Frame:
     """A frame: everything that ran under one stack of names. Times are nanoseconds, summed over all steps."""
 
     name: str
-    paint: str = "other"  # its part: also forward, backward, optimizer, communication, python
+    paint: str = "other"  # its part: also forward, backward, optimizer, communication
     is_operator: bool = False
     depth: int = 0  # frames above it
     left: int = 0  # in a picture, the time of all that is drawn left of it
@@ -68,27 +52,19 @@ Place = tuple[Frame, Frame | None]  # of a span: its frame, and inside autograd'
 
 
 @once
-def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Frame]:
+def flames(trace: Trace, clock: Sort = "cpu") -> list[Frame]:
     """One tree per thread, whose root has its name: the main thread first, then autograd's (on a GPU), gloo's, others.
-
     `clock` says what is summed: "cpu", the time that the thread was in a frame, or "device", the time of the kernels
     that it launched, which are leaves below their operator; those of two streams may overlap. Equal stacks of all steps
-    are added up, with `collapse_blocks` also those of blocks.0, blocks.1, ... as blocks.*.
-    """
+    are added up, also those of blocks.0, blocks.1, ... as blocks.*."""
     roots = {lane: Frame(name) for lane, name in roles(trace).items() if not name.startswith(IN_FLIGHT)}
-    steps, short = timeline(trace).steps, without_layer_numbers if collapse_blocks else str
-    step_at = phase_at(steps)
-    tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roots)
     places: dict[Node, Place] = {}
-    for lane, root in roots.items():
-        for node in nested(trace)[lane]:
-            parent = places[node.parent] if node.parent else (root, None)
-            outside = steps and root.name == MAIN and step_at(node.span.start) == "other"
-            left_out = node.span.category == FRAME and (outside or _is_foreign(node.span.name, tagged))
-            places[node] = place = parent if left_out else _place(node, parent, short)
-            if clock == "cpu":
-                place[0].self_time += node.duration
-                parent[0].self_time -= node.duration if node.parent else 0
+    for node in (node for node in timeline(trace).nodes if node.span.lane in roots):
+        parent = places[node.parent] if node.parent else (roots[node.span.lane], None)
+        places[node] = place = _place(node, parent)
+        if clock == "cpu":
+            place[0].self_time += node.duration
+            parent[0].self_time -= node.duration if node.parent else 0
     found = [*roots.values(), Frame("kernels of no known operator")]
     if clock == "device":
         unknown = {node: (found[-1], None) for node in timeline(trace).busy if node.span.category in DEVICE}
@@ -106,84 +82,40 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     return [root for root in found if root.total]
 
 
-def _is_foreign(name: str, tagged: bool) -> bool:
-    """True for a Python frame of torch, the standard library, builtins or ours, and of a module that has a tag."""
-    if name.startswith("nn.Module: "):
-        return tagged
-    package = found[1] if (found := FRAME_FILE.match(name)) else ""
-    foreign = package == "torch" or package in sys.stdlib_module_names
-    return foreign or name.startswith("<") or "cs336_systems/profiling/" in name
-
-
-def _place(node: Node, parent: Place, short: Callable[[str], str]) -> Place:
-    """Place of a span, given that of the span around it, or of a root: usually below that. `short` shortens names."""
+def _place(node: Node, parent: Place) -> Place:
+    """Place of a span, given that of the span around it, or of a root: usually below that."""
     span, up, (frame, base) = node.span, node.parent, parent
     if up and up.span.name == ENGINE + span.name:
         return parent
     paint = _paint(node, parent)
     if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
         engine, name = base or frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-        return _descend(engine, node.modules, short).child(name, "backward", is_operator=True), engine
+        return _descend(engine, node.modules).child(name, "backward", is_operator=True), engine
     if tag := node.tag:
         if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-            return _descend(base, node.modules, short).child("recompute", "forward"), base
+            return _descend(base, node.modules).child("recompute", "forward"), base
         outer = up.modules[-1][0] if up and up.modules else ""
-        return _descend(frame, (tag,), short, paint, outer), base
-    found = parse_collective(name := _plain(span.name))
-    name = short(found.title) if found else "step" if step_number(name) is not None else name
+        return _descend(frame, (tag,), paint, outer), base
+    found = parse_collective(name := " ".join(ADDRESS.sub("", span.name).split()))
+    name = without_layer_numbers(found.title) if found else "step" if step_number(name) is not None else name
     return frame.child(name, paint, span.category == "cpu_op"), base
 
 
-def _descend(
-    frame: Frame, modules: Modules, short: Callable[[str], str], paint: str = "backward", outer: str = ""
-) -> Frame:
-    """The frame of the last of some modules, below that of the `outer` one. A module's name is relative to the one
-    around it, with its class if that helps."""
+def _descend(frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
+    """The frame of the last of some modules, below that of the `outer` one."""
     for path, kind in modules:
-        frame, outer = frame.child(_module_name(short(path), short(outer), kind), paint), path
+        frame, outer = frame.child(_module_name(path, outer, kind), paint), path
     return frame
 
 
 @lru_cache(maxsize=100_000)
 def _module_name(path: str, outer: str, kind: str) -> str:
-    name = path.removeprefix(f"{outer}.")
+    """A module's name relative to the one around it, with its class if that helps."""
+    name = without_layer_numbers(path).removeprefix(f"{without_layer_numbers(outer)}.")
     return f"{name} ({kind})" if name in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", name) else name
 
 
-@lru_cache(maxsize=100_000)
-def _plain(name: str) -> str:
-    """Shorten a name: without addresses and its file's folders."""
-    return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
-
-
 def _paint(node: Node, parent: Place) -> str:
-    frame, base = parent
-    if node.span.category == FRAME:
-        return "python"
-    if is_collective(node.span.name) or frame.paint == "communication" or node.phase == "synchronise":
+    if node.collective or node.phase == "synchronise":
         return "communication"
-    phase = node.direction if base or node.direction == "backward" else node.phase
-    return phase if phase in PHASES else "other"
-
-
-def collapsed(rank: int, threads: list[Frame]) -> str:
-    """Brendan Gregg's collapsed stacks, a line each: `rank 0 main thread;step;forward;... <nanoseconds>`."""
-    lines = []
-    for stack in (stack for root in threads for stack in root.stacks() if stack[-1].self_time):
-        names = ";".join(printable(frame.name).replace(";", ",") for frame in stack)
-        lines.append(f"rank {rank} {names} {stack[-1].self_time}\n")
-    return "".join(lines)
-
-
-def clocks(trace: Trace) -> dict[str, Sort]:
-    """The flame graphs of a trace by the stem of their files: of the CPU's time and, with kernels, of the device's."""
-    device = any(span.category in DEVICE for span in trace.spans)
-    return {"flame": "cpu", "flame_device": "device"} if device else {"flame": "cpu"}
-
-
-def write_flame(trace: Trace, folder: Path) -> list[Path]:
-    """Write `flame.collapsed.txt`, with kernels also `flame_device.collapsed.txt`."""
-    found = {folder / f"{name}.collapsed.txt": clock for name, clock in clocks(trace).items()}
-    for path, clock in found.items():
-        path.write_text(collapsed(trace.rank, flames(trace, clock)), encoding="utf-8")
-    return list(found)
+    return node.direction if parent[1] or node.direction == "backward" else node.phase

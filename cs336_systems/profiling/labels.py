@@ -1,12 +1,7 @@
-"""Labels that `Capture` gives the profiler: the module whose forward runs, and the category of each storage. `clean`
-takes the latter out of the JSON again, with what precedes the first step.
-
-Every module's forward becomes a span of its qualified name, `blocks.0.attention (SelfAttention)`, by global hooks, so
-that a worker is profiled unchanged. A backward pass needs no such spans (`timeline.py`).
-"""
+"""Labels that `Capture` gives the profiler: the module whose forward runs, `blocks.0.attention (SelfAttention)`, by
+global hooks, so that a worker is profiled unchanged, and the category of each storage. (Backward: `timeline.py`.)"""
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -37,7 +32,6 @@ def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.M
     """Annotate every module's forward inside the block with its name and class, but not in compiled code. Names are
     those inside the model, given or called first; another module, such as a loss, has only its class."""
     known = module_names(model) if model is not None else {}
-    others: Counter[str] = Counter()
     open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -46,9 +40,7 @@ def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.M
         if module not in known:
             found = module_names(module)
             if known and not any(each in known for each in found):  # neither the first model nor a wrapper of it
-                others[name := type(module).__name__] += 1
-                name += f"_{others[name]}" if others[name] > 1 else ""
-                found = {each: f"{name}.{inner}".rstrip(".") for each, inner in found.items()}
+                found = {each: f"{type(module).__name__}.{inner}".rstrip(".") for each, inner in found.items()}
             known.update(found)
         span = annotate(f"{known[module] or ROOT} ({type(module).__name__})")
         span.__enter__()
@@ -116,9 +108,7 @@ def live_storages(known: Iterable[Held]) -> list[Held]:
 
 def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
     """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
-    in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its start
-    disturbs no step, and so that it knows memory that a step leaves to the next.) The line-up of the ranks stays, in
-    its own category, so that no table counts it."""
+    in memory then, and the labels since. The line-up of the ranks stays, in a category that no table counts."""
     trace, labels, categories = parse(chrome), list[Label](), dict[int, str]()
     start = min((span.start for span in trace.spans if STEP.match(span.name)), default=0) if stepwise else 0
     for span in trace.spans:

@@ -1,9 +1,8 @@
 """Bytes of memory alive over time, by category, added up from every allocation and free of a trace; and their tables:
-peaks by phase and by step, the contents of a peak, and the origin of the largest allocations.
+peaks by phase, the contents of a peak, and the origin of the largest allocations.
 
-On a CPU the allocator's events are added to the memory held when profiling began. torch does not report when that is
-freed: it shows only if its address is used again. On a GPU the allocator's own sum counts. It rounds every block up
-(to 512 bytes), and bytes beyond the known blocks are `other`. docs/profiling.md lists the categories.
+On a CPU events are added to the memory held when profiling began; that it was freed shows only if its address is used
+again. On a GPU the allocator's own sum counts: it rounds blocks up, and bytes beyond the known blocks are `other`.
 """
 
 import re
@@ -22,15 +21,13 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.names import ENGINE, LINE_UP, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node, allocations
 from cs336_systems.profiling.timeline import phase_at, timeline
-from cs336_systems.profiling.trace import FRAME, Allocation, Span, Trace, once
+from cs336_systems.profiling.trace import Allocation, Span, Trace, once
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
-FRAME_LINE = re.compile(r"\.py\(\d+\): ")
-FOREIGN = re.compile(r"torch/|<|.*site-packages|.*/lib/python")
 SOURCES = (
     "count x bytes: sizes text; in all: total bytes;{} category: category text; phase: phase text; module: module text;"
-    "innermost operator: operator text; Python frame: frame text?"
+    "innermost operator: operator text"
 )
 
 
@@ -85,14 +82,13 @@ class MemoryTimeline:
         """The most bytes alive during a step or a phase."""
         return self.totals[self.highest_in(span.start, span.end)]
 
-    def phase_peaks(self, step: Span | None = None) -> dict[str, int]:
-        """The index of the highest level in each phase, by its name, in order: over all steps, or in one."""
+    def phase_peaks(self) -> dict[str, int]:
+        """The index of the highest level in each phase, by its name, in order, over all steps."""
         found: dict[str, int] = {}
         for phase in self.phases:
-            if step is None or (step.start <= phase.start and phase.end <= step.end):
-                index = self.highest_in(phase.start, phase.end)
-                if self.totals[index] > self.totals[found.setdefault(phase.name, index)]:
-                    found[phase.name] = index
+            index = self.highest_in(phase.start, phase.end)
+            if self.totals[index] > self.totals[found.setdefault(phase.name, index)]:
+                found[phase.name] = index
         return found
 
 
@@ -179,7 +175,6 @@ class Source:
     phase: str
     module: str  # with * for a layer's number, and a note if its backward or a second forward made them
     operator: str
-    frame: str  # the innermost Python frame outside of torch, if the trace has stacks
     nbytes: int
     peak: int
     count: int
@@ -195,14 +190,14 @@ class Source:
 
 def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]:
     """Group blocks that are alike; the most bytes first."""
-    counts: Counter[tuple[str, str, str, str, str, int]] = Counter()
+    counts: Counter[tuple[str, str, str, str, int]] = Counter()
     phase_of = phase_at(memory.phases)
     for block in blocks:
         origin = block.origin
         phase = origin.phase if origin is not None else "other"
         phase = phase_of(memory.times[block.first]) if phase == "other" else phase
         phase = "before profiling" if not block.first else "between phases" if phase == "other" else phase
-        counts[block.category, phase, *(_origin(origin) if origin else ("", "", "")), block.nbytes] += 1
+        counts[block.category, phase, *(_origin(origin) if origin else ("", "")), block.nbytes] += 1
     found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())
     return sorted(found, key=lambda each: -each.total)
 
@@ -218,27 +213,25 @@ def filling_peak(memory: MemoryTimeline, count: int = 10) -> list[Source]:
     return sources(memory, (block for block in memory.blocks if block.alive(memory.peak_index)))[:count]
 
 
-def _origin(node: Node) -> tuple[str, str, str]:
-    """The module, operator and Python frame of an allocation, given the innermost span around it: the innermost
-    operator that does more than allocate, or else the annotation, and the innermost frame of the user's code."""
+def _origin(node: Node) -> tuple[str, str]:
+    """The module and operator of an allocation, given the innermost span around it: the innermost operator that does
+    more than allocate, or else the annotation."""
     module = without_layer_numbers(node.modules[-1][0]) if node.modules else ""
     if module and node.direction == "backward":
         module = f"backward of {module}"
-    operator, bare, frame = "", "", ""
+    operator = bare = ""
     for each in node.outwards():
         name, category = each.span.name, each.span.category
-        if category == FRAME and FRAME_LINE.search(name) and not FOREIGN.match(name):
-            frame = frame or "/".join(name.split("/")[-2:])
-        elif operator or category not in ("cpu_op", "user_annotation") or name in PHASES or parse_tag(name):
+        if operator or category not in ("cpu_op", "user_annotation") or name in PHASES or parse_tag(name):
             continue
-        elif BARE.match(name):
+        if BARE.match(name):
             bare = bare or name
         elif category == "cpu_op":
             operator = name.removeprefix(ENGINE)
         else:
             found = parse_collective(name)
             operator = bare or (found.title if found else name)
-    return f"{module}, recomputed" if node.recomputed else module, operator or bare, frame
+    return f"{module}, recomputed" if node.recomputed else module, operator or bare
 
 
 def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
@@ -265,14 +258,6 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     ]
     heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
     tables = [Table("The peak of each phase, by category", heads, cells)]
-    if len(memory.steps) > 1:
-        heads = ["step", *(f"{name}, bytes" for name in peaks), "whole step, bytes"]
-        rows = []
-        for step in memory.steps:
-            own = memory.phase_peaks(step)
-            known = [f"{totals[own[name]]:,}" if name in own else "" for name in peaks]
-            rows.append([step.name, *known, f"{memory.peak_in(step):,}"])
-        tables.append(Table("Peaks by step", heads, rows))
     of_peak = SOURCES.format(" of peak: total/peak share;")
     tables.append(Table.of("What fills the peak", filling_peak(memory), of_peak, names=False))
     tables.append(Table.of("The largest allocations", largest(memory), SOURCES.format(""), names=False))

@@ -1,9 +1,8 @@
 """Merges the traces of all ranks into one Chrome-trace JSON that Perfetto (https://ui.perfetto.dev) opens.
 
-Clocks are aligned (`align.py`) and every rank has processes of its own, rank * 1000 + 1, + 2 ... Arrows inside
-a rank are torch's: from forward to backward, and from a launch to its kernel. Ours lead between ranks: from the last
-rank's entry into a collective to the end of each other rank's wait. As they lead from cause to effect, those of an
-all-reduce never point back in time if clocks are right. (In a broadcast ranks wait only for the source.)
+Clocks are aligned (`align.py`) and every rank has processes of its own, rank * 1000 + 1, + 2 ... Arrows inside a rank
+are torch's: from forward to backward, and from a launch to its kernel. Ours lead between ranks: from the last rank's
+entry into a collective to the end of each other rank's wait.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,17 +12,18 @@ from typing import Any
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import aligned, match
-from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import nest, nested
+from cs336_systems.profiling.nesting import Node, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped
 
+CROSSING = "note: {} slices cross others of their thread, and are left out"
 SECOND = 10**9
 PER_RANK = 1000  # process numbers of one rank, and lines of one process
 Event = dict[str, Any]
 Line = tuple[int, int]  # one line of slices in the merged trace: its process's and its thread's number
 Row = tuple[int, str, Any, Line]  # of an event: its time in nanoseconds, and what `_event` makes it of
 End = tuple[int, Line]  # of an arrow: time in nanoseconds, and line
+Slices = dict[int, tuple[Node, Line]]  # by the identity of their spans
 Arrow = tuple[str, str, End, list[End]]  # its category, name, source and targets
 
 
@@ -65,12 +65,9 @@ def _lane_name(trace: Trace, lane: Lane, spans: list[Span], is_gpu: bool) -> str
 
 
 def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
-    """Merge traces; the result does not depend on their order. Its clock is that of the lowest rank.
-    Slices that cross others of their line are left out, as in `nest`. With `lazily` its events are made when they are
-    read, so that they need no memory.
-
-    Raises UserError for traces of runs of different sizes.
-    """
+    """Merge traces, given in any order, on the clock of the lowest rank. Slices that cross others of their line are
+    left out, and counted in `otherData`. With `lazily` events are made when they are read, so that they need no
+    memory. Raises UserError for traces of runs of different sizes."""
     traces = sorted(traces, key=lambda trace: trace.rank)
     for one, other in pairwise(traces):
         if one.world_size != other.world_size:
@@ -78,44 +75,36 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
             raise UserError(f"{sizes}: these traces are not of one run")
     traces = aligned(traces)
     # A whole second before the first event, so that times in microseconds are small enough to be exact to 1 ns.
-    starts = [span.start for trace in traces for span in trace.spans[:1]]  # in order
-    starts += [each.time for trace in traces for each in trace.allocations[:1]]
-    base = min(starts, default=0) // SECOND * SECOND
-    named, rows, arrows = list[Event](), list[Row](), list[Arrow]()
-    ends = dict[int, End]()  # of the spans, by identity
+    base = min((span.start for trace in traces for span in trace.spans[:1]), default=0) // SECOND * SECOND
+    named, rows, arrows, slices = list[Event](), list[Row](), list[Arrow](), Slices()
     for trace in traces:
         names, lines = _lay_out(trace)
         named += names
         for lane, spans in grouped(trace.spans, lambda span: span.lane).items():
             nodes = nested(trace)[lane] if all(span.category in HOST for span in spans) else nest(spans)
             rows += [(node.span.start, "X", node, lines[lane]) for node in nodes]
-            ends |= {id(node.span): (node.end, lines[lane]) for node in nodes}
-        for device in sorted({each.device for each in trace.allocations}) if trace.spans else []:
-            memory, line = memory_timeline(trace, device), (trace.rank * PER_RANK + 1, 0)
-            levels = zip(memory.times, memory.totals, strict=True)
-            rows += [(max(base, time), "C", (device, nbytes), line) for time, nbytes in levels]
+            slices |= {id(node.span): (node, lines[lane]) for node in nodes}
         arrows += _arrows_inside(trace, lines)
+    crossing = sum(len(trace.spans) for trace in traces) - len(slices)
     # At equal times a viewer reads events in the file's order, and an arrow must come after its slice.
-    rows += _ends([*arrows, *_arrows_between(traces, ends)])
+    rows += _ends([*arrows, *_arrows_between(traces, slices)])
     rows.sort(key=itemgetter(0))
     events = chain(named, (_event((time - base) / 1000, *row) for time, *row in rows))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base,
+        "otherData": {"crossing": crossing},
         "traceEvents": events if lazily else [*events],
     }
 
 
 def _event(ts: float, phase: str, what: Any, line: Line) -> Event:
-    """An event of the file: a slice of a node, the bytes alive on a device, or one end of an arrow."""
+    """An event of the file: a slice of a node, or one end of an arrow."""
     event = {"ph": phase, "pid": line[0], "tid": line[1], "ts": ts}
     if phase == "X":
         name, category, _, _, _, args = what.span
         return event | {"name": name, "cat": category, "args": args, "dur": what.duration / 1000}
-    if phase == "C":
-        device, nbytes = what
-        return event | {"name": f"active memory, {device}", "args": {"MiB": round(nbytes / 2**20, 3)}}
     category, name, number = what
     return event | {"name": name, "cat": category, "id": number} | ({"bp": "e"} if phase == "f" else {})
 
@@ -128,16 +117,26 @@ def _arrows_inside(trace: Trace, lines: dict[Lane, Line]) -> Iterator[Arrow]:
             yield category, name, begin[0], sorted(ends)
 
 
-def _arrows_between(traces: list[Trace], ends: dict[int, End]) -> Iterator[Arrow]:
+def _arrows_between(traces: list[Trace], slices: Slices) -> Iterator[Arrow]:
     """Arrows from the last rank that joined a collective to the end of it on each of the others; a nanosecond inside,
-    as a viewer attaches an arrow to the innermost slice at its time."""
+    and outside of their children, as a viewer attaches an arrow to the innermost slice at its time."""
     for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
-        joined, targets = matched.spans[last], [ends[id(span)] for span in leaving if id(span) in ends]
-        if id(joined) in ends:
-            source = joined.start + 1, ends[id(joined)][1]
-            yield "collective", matched.key, source, [(end - 1, line) for end, line in targets]
+        if joined := slices.get(id(matched.spans[last])):
+            (node, line), ends = joined, [slices[id(span)] for span in leaving if id(span) in slices]
+            begin = node.span.start + 1
+            for child in node.children:
+                begin = child.end if child.span.start <= begin < child.end < node.end else begin
+            yield "collective", matched.key, (begin, line), [(_leaving(end, begin), line) for end, line in ends]
+
+
+def _leaving(node: Node, begin: int) -> int:
+    """The last moment of a slice outside of its children; or its last, if all after `begin` lies inside of them."""
+    end = node.end - 1
+    for child in reversed(node.children):
+        end = child.span.start - 1 if child.span.start <= end < child.end else end
+    return end if end >= begin else node.end - 1
 
 
 def _ends(arrows: list[Arrow]) -> Iterator[Row]:

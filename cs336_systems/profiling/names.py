@@ -12,6 +12,7 @@ STEP = re.compile(r"(?:step |ProfilerStep#)(\d{1,18})$")
 TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
 COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d{1,18})(?: (.*))?$")
 COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
+ON_HOST = re.compile(r"^(gloo|mpi|ucc):")  # NCCL's spans say only when a kernel was enqueued
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # The part of a model that a class belongs to, by a word in its name; the first that fits counts.
 KINDS = {
@@ -23,7 +24,6 @@ KINDS = {
     "block": re.compile("Block|Layer$"),
     "linear": re.compile("Linear"),
 }
-MOST_MODULES = 32  # most modules nested in each other; what is deeper counts for those around it
 Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
 

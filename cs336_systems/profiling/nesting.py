@@ -1,8 +1,4 @@
-"""Trees of the spans of each thread, with exact self times.
-
-torch.profiler with stacks lets Python frames cross the annotations that they open and close (`record_function`'s
-`__enter__` and `__exit__`, pytorch issue 174555); such frames are left out, so that self times add up to the roots.
-"""
+"""Trees of the spans of each thread, with exact self times."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +6,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Allocation, K, Lane, Place, Span, Trace, grouped, once
+from cs336_systems.profiling.trace import HOST, Allocation, K, Lane, Place, Span, Trace, grouped, once
 
-CLIMBED = 400  # levels, more than Python frames and modules of any model have
+CLIMBED = 400  # levels, more than modules and operators of any model have
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
 
@@ -28,9 +24,7 @@ class Node:
     direction: str = "forward"  # or "backward": the pass of its modules that it is part of
     modules: Modules = ()  # its time counts for these
     kernels: tuple[Span, ...] = ()  # launched on a device by the span itself
-    outer: "Node | None" = None  # the nearest span around it that is no Python frame
-    inner: int = 0  # number of such spans directly inside
-    busy: int = 0  # nanoseconds inside it but in none of the spans inside
+    busy: int = 0  # nanoseconds inside it but in none of its children
     device_self: int = 0  # nanoseconds of those
     nbytes: int = 0  # allocated by itself less freed, on a GPU if anything was allocated there
     launched: int = 0  # nanoseconds of kernels that it and all inside it launched
@@ -64,23 +58,18 @@ class Node:
 
 def nest(spans: Iterable[Span]) -> list[Node]:
     """One thread's spans, in order of start and the longer first, as nodes in the same order: parents before children.
-    Of two that cross, the Python frame is left out, or else the later one."""
-    nodes, stack, dropped = list[Node](), list[Node](), set[Node]()
+    Of two that cross, the later one is left out."""
+    nodes, stack = list[Node](), list[Node]()
     for span in spans:
         while stack and stack[-1].end <= span.start:
             stack.pop()
-        while stack and span.end > stack[-1].end + JITTER and FRAME == stack[-1].span.category != span.category:
-            dropped.add(stack.pop())
         if stack and span.end > stack[-1].end + JITTER:
             continue
-        nodes.append(Node(span, min(span.end, stack[-1].end) if stack else span.end, stack[-1] if stack else None))
-        stack.append(nodes[-1])
-    nodes = [node for node in nodes if node not in dropped]
-    for node in nodes:
-        while node.parent in dropped:
-            node.parent = node.parent.parent
-        if node.parent is not None:
-            node.parent.children.append(node)
+        parent = stack[-1] if stack else None
+        nodes.append(node := Node(span, min(span.end, parent.end) if parent else span.end, parent))
+        if parent:
+            parent.children.append(node)
+        stack.append(node)
     return nodes
 
 
@@ -117,10 +106,10 @@ def allocations(trace: Trace, device: str) -> list[tuple[Allocation, Node | None
 
 
 def outermost(nodes: Iterable[Node], key: Callable[[Node], K]) -> Iterator[tuple[Node, K, bool]]:
-    """(node, its key, True if no node around it has that key) for nodes without Python frames, parents first."""
+    """(node, its key, True if no node around it has that key) for nodes, parents first."""
     path, keys = list[tuple[Node, K]](), defaultdict[K, int](int)
     for node in nodes:
-        while path and path[-1][0] is not node.outer:
+        while path and path[-1][0] is not node.parent:
             keys[path.pop()[1]] -= 1
         path.append((node, key(node)))
         yield *path[-1], not keys[path[-1][1]]

@@ -1,11 +1,9 @@
 """Operators, kernels and collectives by name: the rows that show where the time goes.
 
-Self times partition a thread: every nanosecond belongs to the innermost operator at that moment, so they add up to 100%
-of the threads that compute. Collectives run at the same time on their own threads and are listed apart.
-
-FLOPs follow from the shapes that the profiler recorded: a multiplication with its addition is two. As in
-`torch.utils.flop_counter` a causal mask saves nothing, and the backward of fused attention has five products, as it
-computes the scores again (FlashAttention, arXiv:2205.14135, algorithm 4).
+Every nanosecond of a thread that computes belongs to the innermost operator at that moment, so self times add up to
+100%. Collectives run at the same time on their own threads and are listed apart. FLOPs follow from the shapes recorded:
+a multiplication with its addition is two. As in `torch.utils.flop_counter` a causal mask saves nothing, and the
+backward of fused attention has five products, as it computes the scores again (arXiv:2205.14135, algorithm 4).
 """
 
 import math
@@ -13,14 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from cs336_systems.profiling.fields import shapes_of
-from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.names import is_division, parse_collective
 from cs336_systems.profiling.nesting import Node, outermost
 from cs336_systems.profiling.timeline import IN_FLIGHT, Sort, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
+from cs336_systems.profiling.trace import DEVICE, Trace, once
 
 OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules: their self time, without operators
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
@@ -32,8 +29,8 @@ SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
 
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
-    """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span; None for any other
-    operator, for those that only call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
+    """FLOPs of one call of a matrix product or of fused attention; None for any other operator, for those that only
+    call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
     fused = "attention" in name and FUSED.match(name)
     shapes = shapes_of(args) if fused or name in FACTORS else None
     try:
@@ -60,11 +57,8 @@ def softmax_flops(name: str, args: Mapping[str, Any]) -> int | None:
 
 @dataclass
 class OpRow:
-    """All calls of one operator; times in nanoseconds, shares of the sum of all self times.
-
-    Totals include what the operator called or launched; a call inside one of the same name is not added again. `flops`
-    are those of its own matrix products, None if it has none or no shapes were recorded.
-    """
+    """All calls of one operator; times in nanoseconds, shares of the sum of all self times. Totals include what it
+    called or launched; a call inside one of the same name is not added again."""
 
     name: str
     calls: int = 0
@@ -78,23 +72,13 @@ class OpRow:
     device_total_share: float = 0.0
     memory_self: int = 0  # bytes allocated less bytes freed
     memory_total: int = 0
-    flops: int | None = None
+    flops: int | None = None  # of its own matrix products; None if it has none, or no shapes were recorded
 
     @property
     def flops_per_second(self) -> float | None:
         """FLOPs over the time of the calls, on the device if they launched anything there."""
         time = self.device_total or self.cpu_total
         return self.flops / time * 1e9 if self.flops and time else None
-
-
-class DeviceRow(NamedTuple):
-    """Nanoseconds of one GPU from its first kernel to the end of its last, as Holistic Trace Analysis counts them; time
-    in which several streams run counts once."""
-
-    name: str
-    whole: int
-    busy: int
-    idle: int
 
 
 @dataclass
@@ -131,7 +115,7 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
         return f"{collective.action} {collective.verb}" if collective else OUTSIDE if is_division(name) else name
 
     for node, name, first in outermost(timeline(trace).busy, name_of):
-        up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
+        up, flops = node.parent, None if node.parent in products else operator_flops(node.span.name, node.span.args)
         if up in products or (flops is not None and name is not None):
             products.add(node)
         if name is None:
@@ -139,7 +123,7 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
         if (row := rows.get(name)) is None:
             row = rows[name] = OpRow(name)
         # An operator whose only call is one of the same name is counted once, as in torch.profiler.
-        row.calls += not (up and up.span.name == node.span.name and up.inner == 1)
+        row.calls += not (up and up.span.name == node.span.name and len(up.children) == 1)
         row.cpu_self += node.busy
         row.device_self += node.device_self
         row.memory_self += node.nbytes
@@ -163,17 +147,6 @@ def share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def device_rows(trace: Trace) -> list[DeviceRow]:
-    """Busy and idle time of each GPU."""
-    rows = []
-    spans = (span for span in trace.spans if span.category in DEVICE)
-    for device, group in sorted(grouped(spans, lambda span: str(span.lane[0])).items()):
-        whole = max(span.end for span in group) - group[0].start
-        busy = length(union((span.start, span.end) for span in group))
-        rows.append(DeviceRow(f"GPU {device}", whole, busy, whole - busy))
-    return rows
-
-
 def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     """Everything that ran on a GPU, by its own name, even if no operator launched it; the longest first."""
     rows = _time_rows((span.name, "device", span.duration) for span in trace.spans if span.category in DEVICE)
@@ -185,7 +158,7 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
     waited for; the longest first. They run while others compute, so their time is not part of the 100%."""
     found, calls = timeline(trace), []
-    apart = [node for node in found.nodes if node.span.lane in found.apart and node.span.category != FRAME]
+    apart = [node for node in found.nodes if node.span.lane in found.apart]
     for node, name, first in outermost(apart, lambda node: node.span.name):
         role = found.apart[node.span.lane]
         where = IN_FLIGHT if role.startswith(IN_FLIGHT) else role

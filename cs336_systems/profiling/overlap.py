@@ -1,8 +1,7 @@
 """Overlap of communication with computation: communication, overlapped and exposed time of every rank.
 
-Each is a union of intervals, as docs/profiling.md defines them; on a GPU as in Holistic Trace Analysis
-(`get_comm_comp_overlap`). On a CPU views and allocations do not count as computation: with them, gradients that are
-reduced one by one after backward would seem to overlap with the slicing of the next.
+Each is a union of intervals (docs/profiling.md); on a GPU as in Holistic Trace Analysis. On a CPU views and allocations
+are no computation: else gradients reduced one by one after backward would overlap with the slicing of the next.
 """
 
 import re
@@ -125,11 +124,8 @@ def overlap(trace: Trace, last: Mapping[int, int] | None = None) -> Overlap:
 
 
 def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
-    """Overlap of every rank; with several ranks, the time waited for the last rank is apart from the transfer.
-
-    A collective's wait lasts from a rank's own start to the last rank's, on aligned clocks. The time after that is
-    transfer, as is an unmatched collective. A rank that waits in one while another transfers does not count as waiting.
-    """
+    """Overlap of every rank, on aligned clocks. With several ranks the wait for the last one is apart from transfer; an
+    unmatched collective is transfer, as is the time in which a rank waits in one while another transfers."""
     traces = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
     last = last_starts(traces) if len(traces) > 1 else None
     return [overlap(trace, last) for trace in traces]
@@ -137,10 +133,8 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
-    """The time at which the last rank joined, for every matched span by its identity. Annotated collectives match by
-    the annotation, all others by counting (`align.py`), the sends and receives that make up a collective by its launch;
-    messages between two ranks have none. A span that was over by then did not wait: it is a broadcast's source, or
-    counting has matched it wrongly."""
+    """The time at which the last rank joined, for every matched span by its identity. A span that was over by then did
+    not wait: it is a broadcast's source, or counting has matched it wrongly."""
     last: dict[int, int] = {}
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
     together = [list(matched.spans.values()) for matched in match(traces)]

@@ -20,10 +20,10 @@ from matplotlib.patches import Patch, Rectangle
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import plot_text, printable
-from cs336_systems.profiling.flame import Frame, clocks, flames
+from cs336_systems.profiling.flame import Frame, flames
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
 from cs336_systems.profiling.timeline import Sort, timeline
-from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.trace import DEVICE, Trace
 
 # Phases in colours that are distinct in all common forms of colour vision (after Okabe and Ito 2008).
 PAINTS = {"forward": "#56B4E9", "backward": "#E69F00", "synchronise": "#DD92BD", "optimizer": "#3DB892"}
@@ -46,11 +46,11 @@ STYLE: dict[str, Any] = {  # of `@rc_context(STYLE)`, around all that draws
     "legend.frameon": False,
     "legend.title_fontsize": 17,
 }
-FLAME_FILLS = {**PAINTS, "communication": PAINTS["synchronise"], "python": "#F7F2A8", "other": OTHER}
+FLAME_FILLS = {**PAINTS, "communication": PAINTS["synchronise"], "other": OTHER}
 PALE = {"forward": "#C4E4F7", "backward": "#F7DEA8", "optimizer": "#B5E4D4", "communication": "#F2D3E4"}  # of operators
 CLOCK = {"cpu": "time on the CPU", "device": "time of the kernels launched"}
-# A class behind a module, the file before a function, the namespace before an operator: left out where room is short.
-EXTRAS = re.compile(r" \([A-Z]\w*\)$|^.*\.py\(\d+\): |^(?:\w+::)+")
+# A class behind a module, the namespace before an operator: left out where room is short.
+EXTRAS = re.compile(r" \([A-Z]\w*\)$|^(?:\w+::)+")
 COLUMNS = 1000  # of equal time
 MEMORY_FILLS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999")  # of CATEGORIES
 LEGEND: dict[str, Any] = {"alignment": "left", "title_fontsize": 12}
@@ -103,12 +103,14 @@ def save(figure: Figure, path: Path, title: str) -> None:
 
 
 def write_flame_pictures(trace: Trace, folder: Path) -> list[Path]:
-    """Write `flame.svg`, with kernels also `flame_device.svg` of the device's time. Blocks are added up."""
-    paths = []
-    for name, clock in clocks(trace).items():
+    """Write `flame.svg`, with kernels also `flame_device.svg` of the device's time."""
+    paths, clocks = list[Path](), list[Sort](["cpu"])
+    if any(span.category in DEVICE for span in trace.spans):
+        clocks.append("device")
+    for clock in clocks:
         title = f"Where rank {trace.rank} of {trace.world_size} spends its time: {CLOCK[clock]}"
-        paths.append(folder / f"{name}.svg")
-        threads, steps = flames(trace, clock, collapse_blocks=True), timeline(trace).step_count or 1
+        paths.append(folder / ("flame.svg" if clock == "cpu" else "flame_device.svg"))
+        threads, steps = flames(trace, clock), timeline(trace).step_count or 1
         save(draw_flames(threads, title, steps, clock), paths[-1], title)
     return paths
 
@@ -150,8 +152,7 @@ def draw_flames(threads: list[Frame], title: str, steps: int = 1, clock: Sort = 
 
 
 def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
-    """Draw a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
-    trace without allocations has no picture."""
+    """Draw a rank's memory over time; returns the path. A trace without allocations has no picture."""
     memory = memory_timeline(trace)
     if len(memory.times) == 1:
         return []

@@ -10,9 +10,8 @@ from rich.console import Console
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import LiteralConsole, os_errors
 from cs336_systems.host.text import printable
-from cs336_systems.profiling.flame import write_flame
 from cs336_systems.profiling.memory import memory_markdown, memory_timeline
-from cs336_systems.profiling.merge import merge
+from cs336_systems.profiling.merge import CROSSING, merge
 from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.tables import render_markdown, show
 from cs336_systems.profiling.trace import DEVICE, HOST, Trace, uncollected, write_json
@@ -27,11 +26,8 @@ NO_PICTURES = "no pictures: matplotlib is not installed; pip install -e '.[write
 
 @uncollected()
 def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
-    """Write all reports on all ranks' traces into a folder, and print the most important tables.
-
-    Pictures of time and memory show the first rank as an example; tables are over all ranks. Raises UserError
-    for a folder that cannot be written, and for traces without events.
-    """
+    """Write all reports on all ranks' traces into a folder, and print the most important tables. Pictures of time and
+    memory show the first rank. Raises UserError for a folder that cannot be written, and for traces without events."""
     if not any(span.category in (*HOST, *DEVICE) for trace in traces for span in trace.spans):
         kinds = ", ".join(sorted({repr(span.category) for trace in traces for span in trace.spans})[:5])
         why = f"neither operators nor kernels of torch.profiler, only {kinds}" if kinds else "no events; profile again"
@@ -39,12 +35,14 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     if note := missing_ranks(traces):
         console.print(note, markup=False)
     with os_errors(f"write to {folder}"):
-        write_json(merge(traces, lazily=True), folder / MERGED)
+        write_json(merged := merge(traces, lazily=True), folder / MERGED)
+        if crossing := merged["otherData"]["crossing"]:
+            console.print(CROSSING.format(crossing), markup=False)
         (folder / TABLES).write_text(render_markdown(traces))
         overlap = overlap_table(traces)
         (folder / OVERLAP).write_text(overlap.markdown())
         (folder / MEMORY).write_text(memory_markdown(traces[0], memory_timeline(traces[0])))
-        written = [*write_flame(traces[0], folder), folder / MEMORY]
+        written = [folder / MEMORY]
         if find_spec("matplotlib") is None:
             console.print(NO_PICTURES, markup=False)
         else:

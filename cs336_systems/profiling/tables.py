@@ -8,17 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from cs336_systems.host.table import Table
-from cs336_systems.host.text import markdown_text
-from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
+from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_note, share_rows
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.nesting import outermost
-from cs336_systems.profiling.operators import collective_rows, device_rows, kernel_rows, op_rows
+from cs336_systems.profiling.operators import collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import EARLIER, Trace
+from cs336_systems.profiling.trace import Trace
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
-MEASURED = {"cpu": "CPU self time", "device": "the device"}
+MEASURED = {"cpu": "In milliseconds of CPU self time.", "device": "In milliseconds of the device."}
 OPERATORS_NOTE = (
     "Times in milliseconds. Self times divide up the time of the threads that compute, so they add up to 100%; the "
     "main thread's wait for autograd's thread, which runs backward on a GPU, does not count. Totals include the "
@@ -30,7 +29,8 @@ COLLECTIVES_NOTE = (
     "without them; a collective lasts from its start on this rank until all ranks have taken part."
 )
 PARTS_NOTE = (
-    "Between their parts, blocks mostly add residuals; outside modules, backward accumulates gradients and runs hooks."
+    "Each nanosecond is in one row only. Between their parts, blocks mostly add residuals; outside modules, backward "
+    "accumulates gradients and runs hooks."
 )
 MODULES_NOTE = "`own` is without the modules inside, the others are with them; `blocks.*` stands for all blocks."
 ATTENTION_NOTE = (
@@ -47,15 +47,13 @@ OPERATORS = (
     f"{MEMORY}"
     "# of calls: calls text; FLOPs: flops count?; FLOP/s: flops_per_second count?"
 )
-DEVICES = (
-    "device: name text; first kernel to last: whole ms; busy: busy ms; busy share: busy/whole %; idle: idle ms;"
-    "idle share: idle/whole %"
-)
-DEVICES_NOTE = (
-    "In milliseconds. Streams that work at once count once; shares are of the time from first kernel to last."
-)
 TIMES = "total: total ms; mean: total/calls ms; # of calls: calls text"
+KERNELS_NOTE = "In milliseconds on the device. What was launched before the profile began is in no table."
 KERNELS, COLLECTIVES = f"name: name text; share: share %; {TIMES}", f"name: name text; where: where text; {TIMES}"
+SHARES = (
+    "what: name text; forward: forward some; backward: backward some; other: other some; total: total ms;"
+    "share: share %; share of forward: of_forward %"
+)
 PARTS = (
     "part: name text; forward: forward some; recomputed: recomputed some?; backward: backward some;"
     "other: other some; total: total ms; share: share %"
@@ -107,15 +105,12 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
     mine, sort = traces[0], timeline(traces[0]).clock
-    clock = MEASURED[sort]
-    lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
-    lines += [f"- {markdown_text(line)}" for line in share_lines(mine)]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
-    parts, device, *compared = _shared_tables(traces, WRITTEN)
-    whole = "Operators, whole step, by"
-    of = f"In milliseconds of {clock}."
+    shares, parts, *compared = _shared_tables(traces, WRITTEN)
+    whole, of = "Operators, whole step, by", MEASURED[sort]
     tables = [
+        shares,
         Table.of("Attention: softmax and products", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
         parts,
         Table.of("Modules", module_rows(mine, WRITTEN), MODULES, f"{of} {MODULES_NOTE}"),
@@ -124,11 +119,11 @@ def render_markdown(traces: Sequence[Trace]) -> str:
         Table.of(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
         Table.of(f"{whole} device total", by_device, OPERATORS),
         Table.of(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
-        device,
-        Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
+        Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, KERNELS_NOTE),
         Table.of("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
     ]
-    return "\n".join([*lines, "", *(table.markdown() for table in tables if table.rows)])
+    found = [table.markdown() for table in tables if table.rows]
+    return "\n".join([f"# Where the time goes\n\n{_about(traces)}\n", *found])
 
 
 def show(traces: Sequence[Trace], console: Console) -> None:
@@ -136,14 +131,11 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     mine, sort = traces[0], timeline(traces[0]).clock
     console.print(_about(traces))
     rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
-    operators = Table.of(
-        f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS.replace(MEMORY, ""), OPERATORS_NOTE
-    )
+    title = f"Operators of rank {mine.rank} by self {CLOCK[sort]}"
+    operators = Table.of(title, rows, OPERATORS.replace(MEMORY, ""), OPERATORS_NOTE)
     for table in (operators, *_shared_tables(traces, limit=8)[:4]):
         if table.rows:
             console.print(table.table())
-    for line in share_lines(mine):
-        console.print(line, markup=False)
 
 
 def _about(traces: Sequence[Trace]) -> str:
@@ -162,15 +154,13 @@ def phase_times(trace: Trace) -> Counter[str]:
 
 
 def _shared_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
-    """Tables for the terminal as well as for the file: the parts of the step, the device, and, if there are several
-    ranks, these compared by phases, operators' self time, parts, collectives, and kernels."""
-    mine = traces[0]
-    note = f"In milliseconds of {MEASURED[timeline(mine).clock]}. Each nanosecond is in one row only. {PARTS_NOTE}"
-    earlier = sum(span.category == EARLIER for span in mine.spans)
-    left_out = f" {earlier} kernels were launched before the profile began and are in no table." if earlier else ""
+    """Tables for the terminal as well as for the file: shares and parts of the step and, if there are several ranks,
+    these compared by phases, operators' self time, parts, collectives, and kernels."""
+    mine, of_clock = traces[0], MEASURED[timeline(traces[0]).clock]
+    shares = [row for row in share_rows(mine) if row.total]
     tables = [
-        Table.of("Parts of the step", part_rows(mine), PARTS, note),
-        Table.of("Busy and idle time of the device", device_rows(mine), DEVICES, DEVICES_NOTE + left_out),
+        Table.of("Shares of the step", shares, SHARES, f"{of_clock} {share_note(mine)}".rstrip()),
+        Table.of("Parts of the step", part_rows(mine), PARTS, f"{of_clock} {PARTS_NOTE}"),
     ]
     if len(traces) == 1:
         return tables

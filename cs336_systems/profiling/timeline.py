@@ -1,10 +1,7 @@
 """One rank's timeline: the nested spans of every CPU thread, each with phase, modules and self time; made once.
 
 torch.profiler shows the backward pass as a flat list of autograd nodes without modules. But it links each to the
-operator of the forward pass that created it (both have one sequence number), and that is inside a module's span.
-
-Busy time counts every nanosecond of the threads that compute once. Python frames (recorded with stacks) count for the
-span around them, so that tables are the same with stacks and without. On a GPU backward runs on a thread of autograd
+operator of forward that created it, and that is inside a module's span. On a GPU backward runs on a thread of autograd
 while the main thread is blocked inside `backward`: then only autograd's thread counts.
 """
 
@@ -18,23 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from cs336_systems.profiling.intervals import union
-from cs336_systems.profiling.names import (
-    COMMUNICATION,
-    ENGINE,
-    MOST_MODULES,
-    PHASES,
-    around,
-    is_collective,
-    is_division,
-    parse_tag,
-    step_number,
-)
+from cs336_systems.profiling.names import ENGINE, ON_HOST, PHASES, around, is_collective, is_division, step_number
 from cs336_systems.profiling.nesting import Node, allocations, innermost, nested
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import DEVICE, HOST, KERNEL, RUNTIME, Lane, Span, Trace, once
 
 Sort = Literal["cpu", "device"]
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
+MOST_MODULES = 32  # most modules nested in each other; what is deeper counts for those around it
 GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # prefixes of the rows of kernels that no operator launched
 GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 
@@ -43,10 +31,9 @@ GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 def roles(trace: Trace) -> dict[Lane, str]:
     """The role of each lane of the CPU, in the order in which they are shown; a trace names threads by numbers only.
 
-    "main thread" takes the steps. "autograd thread" runs backward where that is not the main thread, as on a GPU; a
-    second one, of another GPU, is "autograd thread 1". "communication thread 0", 1 ... run gloo's collectives. "in
-    flight 0", 1 ... are no threads: they show sends and receives from posting to the end of the wait. All other lanes
-    are "other thread 0", 1 ...
+    "main thread" takes the steps. "autograd thread" (of a second GPU "autograd thread 1") runs backward where that is
+    not the main thread. "communication thread 0", 1 ... run gloo's collectives. "in flight 0", 1 ... are no threads:
+    they show sends and receives from posting to the end of the wait. All others are "other thread 0", 1 ...
     """
     lanes = trace.lanes(*HOST)
 
@@ -59,8 +46,7 @@ def roles(trace: Trace) -> dict[Lane, str]:
     found: dict[str, list[Lane]] = {role: [] for role in (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
         names = [span.name for span in lanes[lane]]
-        # NCCL has no thread of its own: its spans are on the thread that launches.
-        gloo = any(COMMUNICATION.match(name) and not name.startswith("nccl") for name in names)
+        gloo = any(map(ON_HOST.match, names))
         role = AUTOGRAD if any(name.startswith(ENGINE) for name in names) else COMMUNICATING if gloo else OTHER
         found[MAIN if lane == main else IN_FLIGHT if str(lane[1]).startswith(IN_FLIGHT) else role].append(lane)
     return {
@@ -80,7 +66,7 @@ class Timeline:
     """One rank's spans, nested and attributed."""
 
     nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
-    busy: list[Node]  # those of the threads that compute, without Python frames
+    busy: list[Node]  # those of the threads that compute
     apart: dict[Lane, str]  # the lanes that move data between ranks, by role
     clock: Sort  # of `Node.time` and the tables: the device's if an operator launched anything there
     steps: list[Span]
@@ -101,23 +87,23 @@ def timeline(trace: Trace) -> Timeline:
     unowned = _assign_kernels(trace, nodes)
     apart = {lane: role for lane, role in roles(trace).items() if role.startswith((COMMUNICATING, IN_FLIGHT))}
     computing = [node for node in nodes if node.span.lane not in apart]
-    busy = [node for node in computing if node.span.category != FRAME] + unowned
+    busy = computing + unowned
     clock: Sort = "device" if any(node.kernels for node in busy) else "cpu"
     _subtract_engine(computing, roles(trace))
     for event, owner in allocations(trace, trace.memory_device):
-        if owner := owner.outer if owner and owner.span.category == FRAME else owner:
+        if owner is not None:
             owner.nbytes += event.nbytes
     for node in reversed(busy):
         node.time = node.device_self if clock == "device" else node.busy
         node.launched, node.allocated = node.launched + node.device_self, node.allocated + node.nbytes
-        if node.outer is not None:
-            node.outer.launched += node.launched
-            node.outer.allocated += node.allocated
+        if node.parent is not None:
+            node.parent.launched += node.launched
+            node.parent.allocated += node.allocated
     return Timeline(nodes, busy, apart, clock, steps, phases or _implied_phases(nodes))
 
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
-    """All spans of CPU threads with phase, direction, modules and, except Python frames, self time; parents first."""
+    """All spans of CPU threads with phase, direction, modules and self time; parents first."""
     nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # the inner one of two that start together
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
@@ -125,7 +111,6 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     for node in nodes:
         if (up := node.parent) is not None:
             node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
-            node.outer = up.outer if up.span.category == FRAME else up
         elif node.span.lane in engines:
             # Autograd's thread on a GPU works during the phases of the thread that waits for it.
             node.phase = phase_of(node.span.start)
@@ -141,19 +126,16 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
                 modules = (*around(up.modules, modules[0][0]), *modules)
             node.phase = "backward" if node.phase == "other" else node.phase
             node.direction, node.modules = "backward", modules
-        if node.span.category != FRAME:
-            node.busy, node.collective = node.duration, is_collective(node.span.name)
-            if node.outer is not None:
-                node.collective |= node.outer.collective
-                node.outer.busy -= node.duration
-                node.outer.inner += 1
+        node.busy, node.collective = node.duration, is_collective(node.span.name)
+        if up is not None:
+            node.collective |= up.collective
+            up.busy -= node.duration
     return nodes
 
 
 def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
-    """Give kernels to the operators that launched them: those around the runtime call of the same correlation, or, of a
-    kernel whose call was not recorded, the one of its "External id". Returns nodes of their own, which take no time of
-    a CPU, for kernels that no operator launched: those of CUDA's and HIP's graphs, and the rest."""
+    """Give kernels to the operators that launched them: those around the runtime call of the same correlation, or, if
+    that was not recorded, the one of the same "External id". Returns nodes for kernels that no operator launched."""
     apart = list[Node]()
     by_id = dict[Any, Node]()
     callers = innermost(nested(trace), [(call.lane, call.start) for call in trace.calls.values()])
@@ -166,7 +148,7 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         named = by_id.get(number) if number != kernel.args.get("correlation") else None
         owner = callers[call.lane, call.start] if call else named
         outwards = owner.outwards() if owner else iter(())
-        owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
+        owner = next((node for node in outwards if node.span.category not in RUNTIME), None)
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
             span, around = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}"), owner
@@ -199,7 +181,7 @@ def _enter(node: Node) -> None:
     if name in PHASES or (name.startswith("Optimizer.step#") and node.phase == "other"):
         node.phase = name if name in PHASES else "optimizer"
         node.direction, node.modules = "forward", ()
-    elif found := parse_tag(name):
+    elif found := node.tag:
         # Recomputation enters modules again, inside another module's backward.
         outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
@@ -223,10 +205,10 @@ def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
         return
     edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact
     worked = np.cumsum(np.diff(edges, prepend=0) * (np.arange(len(edges)) % 2))
-    main = [node for node in nodes if node.span.category != FRAME and role[node.span.lane] == MAIN]
+    main = [node for node in nodes if role[node.span.lane] == MAIN]
     times = [(node.span.start - engine[0][0], node.end - engine[0][0]) for node in main]
     done = np.interp(np.array(times, dtype=float).reshape(-1, 2), edges, worked)
     for node, time in zip(main, (done[:, 1] - done[:, 0]).astype(int).tolist(), strict=True):
-        for each, sign in ((node, 1), (node.outer, -1)):
+        for each, sign in ((node, 1), (node.parent, -1)):
             if time and each is not None and each.span.category == "user_annotation":
                 each.busy -= sign * time

@@ -1,9 +1,9 @@
 """Reads one rank's trace from the Chrome-trace JSON that torch.profiler writes, with or without `Capture`.
 
 Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading corrects three
-faults of torch.profiler: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), negative
-durations, which become 0, and the spans of gloo's sends and receives, which are on the thread that posted them although
-they last until the end of the wait; they get lanes of their own.
+faults of torch.profiler: bytes that are no UTF-8 (pytorch issue 113564), negative durations, which become 0, and spans
+of gloo's sends and receives on the thread that posted them, although they last until the end of the wait; they get
+lanes of their own. Python's frames (`with_stack=True`) are left out: they cross the annotations that they open.
 """
 
 import gc
@@ -39,9 +39,9 @@ KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GP
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
 EARLIER = "launched before the profile"  # category of such kernels, which no table counts
 ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
-FRAME = "python_function"  # the category of a Python function's spans
 RUNTIME = ("cuda_runtime", "cuda_driver")  # categories of calls that launch kernels, HIP's as well
-HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
+HOST = ("cpu_op", "user_annotation", *RUNTIME)
+LEFT_OUT = ("Trace", "python_function")
 AT_ONCE = 100  # events that are written together, few enough for the processor's cache
 POSTED = ("gloo:send", "gloo:recv")
 
@@ -129,8 +129,8 @@ def grouped(items: Iterable[U], key: Callable[[U], K]) -> dict[K, list[U]]:
 
 
 def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]:
-    """Decorate a function of a trace, or of a list of traces: it runs once for each, and all callers share its
-    result, which must not be changed. The result lives as long as the (first) trace; a copy starts anew."""
+    """Decorate a function of a trace, or of a list of traces: it runs once for each, and all callers share its result,
+    which must not be changed and lives as long as the (first) trace."""
 
     @wraps(make)
     def kept(given: T, /, *args: P.args, **options: P.kwargs) -> U:
@@ -158,8 +158,7 @@ def uncollected() -> Iterator[None]:
 
 
 def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is not JSON,
-    or cut short."""
+    """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError for others."""
 
     def no_number(name: str) -> float:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
@@ -213,7 +212,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
             phase, name, category = event["ph"], event.get("name"), event.get("cat", "")
             lane = lanes.setdefault(lane := (event.get("pid"), event.get("tid")), lane)
             time = base + round(1000 * event["ts"]) if phase != "M" else base
-            if phase == "X" and category != "Trace":
+            if phase == "X" and category not in LEFT_OUT:
                 end = time + max(0, round(1000 * event["dur"]))
                 spans.append(Span(event["name"], category, time, end, lane, args))
             elif phase == "i" and name == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
@@ -242,8 +241,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
 
 def _earlier_apart(spans: list[Span]) -> list[Span]:
     """Move kernels that were launched before the profile began to a category of their own. Their correlation is lower
-    than the first call's, or they begin before any CPU thread did anything. (Holistic Trace Analysis drops all
-    kernels without a call; some calls, such as Triton's in older traces, are not recorded.)"""
+    than the first call's, or they begin before any CPU thread did anything. (Not every call is recorded.)"""
     first = min((span.start for span in spans if span.category in HOST), default=0)
     known = {span.args.get("correlation") for span in spans if span.category in RUNTIME}
     lowest = min((each for each in known if isinstance(each, int) and each > 0), default=0)
@@ -261,8 +259,7 @@ def trace_name(rank: int) -> str:
 
 
 def trace_files(folder: Path | str) -> list[Path]:
-    """The traces of `Capture` in a folder, by rank, or else those of torch's TensorBoard handler. Raises UserError if
-    there is none."""
+    """The traces of `Capture` in a folder, by rank, or else those of torch's TensorBoard handler."""
     name, inside = re.compile(r"rank(\d+)\.trace\.json(\.gz)?"), sorted(Path(folder).glob("*.trace.json*"))
     ours = sorted((int(match[1]), path) for path in inside if (match := name.fullmatch(path.name)))
     found = [path for _, path in ours] or [path for path in inside if ".pt.trace.json" in path.name]

@@ -39,7 +39,6 @@ from tests.support.merged_trace import validate
 
 SMALL = {"size": "tiny", "batch_size": 1, "context": 16, "warmup": 1, "steps": 1, "device": "cpu"}
 FILES = [
-    "flame.collapsed.txt",
     "flame.svg",
     "index.html",
     "memory.md",

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.profiling.align import CONVERSION, Alignment, aligned, match, offsets
-from tests.support.traces import BASE, MAIN, PID, SECOND, flow, gloo, kernel, lined_up, memory, note, own, slice_, trace
+from tests.support.traces import BASE, SECOND, flow, gloo, kernel, lined_up, memory, note, own, slice_, trace
 
 
 def test_our_own_match_by_group_and_number():
@@ -14,11 +14,8 @@ def test_our_own_match_by_group_and_number():
     assert {rank: (span.start - BASE) // 1000 for rank, span in found.spans.items()} == {0: 30, 1: 35}
     assert {rank: (span.start - BASE) // 1000 for rank, span in found.waits.items()} == {0: 40, 1: 41}
     assert found.joins
-
-
-def test_ours_of_other_groups_stay_apart():
-    pairs = [trace(r, *own("all-reduce", 1, r, 10, 20, group=str(r // 2)), world=4) for r in range(4)]
-    assert [sorted(found.spans) for found in match(pairs)] == [[0, 1], [2, 3]]
+    # Rank 0 sends to rank 1, and that to rank 2: messages of one number are not one collective.
+    assert match([trace(r, *own("send", 1, r, 10, 20), world=3) for r in range(2)]) == []
 
 
 @pytest.mark.parametrize(
@@ -40,11 +37,8 @@ def test_what_joins_its_ranks(verb, dims, joins):
     assert found.joins is joins
     (found,) = match([trace(r, gloo(r, 20, f"gloo:{verb.replace('-', '_')}", dims)) for r in range(2)])
     assert found.joins is joins
-
-
-def test_an_empty_collective_does_not_join_ranks():
-    events = [note("launch reduce-scatter 0#1", 0, 2), note("wait reduce-scatter 0#1", 3, 4)]
-    assert not match([trace(r, *events) for r in range(2)])[0].joins
+    unsent = [note(f"launch {verb} 0#1", 0, 2), note(f"wait {verb} 0#1", 3, 4)]
+    assert not match([trace(r, *unsent) for r in range(2)])[0].joins, "an empty one joins no ranks"
 
 
 def test_spans_of_a_backend_match_in_order_by_name_and_shape():
@@ -56,61 +50,40 @@ def test_spans_of_a_backend_match_in_order_by_name_and_shape():
         ("gloo:all_reduce [[8]] #0", [1, 21]),
         ("gloo:all_reduce [[8]] #1", [20, 30]),
     ]
-
-
-def test_unequal_counts_are_not_used_for_clocks():
     found = match([trace(0, gloo(0, 1), gloo(2, 3), gloo(4, 5)), trace(1, gloo(0, 1))])
-    assert [each.joins for each in found] == [False]
+    assert [each.joins for each in found] == [False], "unequal counts are not used for clocks"
 
 
-def test_halves_that_share_a_name_stay_apart():
-    def four(*halves):
-        mine = [next(half for half in halves if r in half) for r in range(4)]
-        named = [[{"pg_name": "0", "ranks": []}, {"pg_name": "s", "ranks": half}] for half in mine]
-        traces = [trace(r, *own("all-reduce", 1, r, 10, 20, group="s"), world=4) for r in range(4)]
-        for each, groups in zip(traces, named, strict=True):
-            each.chrome["distributedInfo"]["pg_config"] = groups
-        return match(traces)
-
-    assert [sorted(found.spans) for found in four([0, 1], [2, 3])] == [[0, 1], [2, 3]]
-    assert [sorted(found.waits) for found in four([0, 2], [1, 3])] == [[0, 2], [1, 3]]
-    assert [sorted(found.spans) for found in four([0, 1, 2, 3])] == [[0, 1, 2, 3]]
+def of_groups(events, *named: dict) -> list[list[int]]:
+    """The ranks of each match of four ranks' events, if these groups are known to their members."""
+    traces = [trace(r, *events(r), world=4) for r in range(4)]
+    for rank, each in enumerate(traces):
+        groups = [group for group in named if not group["ranks"] or rank in group["ranks"]]
+        each.chrome["distributedInfo"]["pg_config"] = groups
+    return [sorted(found.spans) for found in match(traces)]
 
 
-def test_nothing_is_counted_across_two_groups_of_the_same_ranks():
-    traces = [trace(r, gloo(r, 9)) for r in range(2)]
-    for each in traces:
-        each.chrome["distributedInfo"]["pg_config"] = [{"pg_name": name, "ranks": [0, 1]} for name in ("0", "1")]
-    assert match(traces) == []
+def test_groups_stay_apart():
+    def ours(r: int, group: str = "s") -> list[dict]:
+        return own("all-reduce", 1, r, 10, 20, group=group)
 
+    def ran(r: int) -> list[dict]:
+        return [gloo(r, 9)]
 
-def test_results_are_cached_for_exactly_the_traces_they_were_made_of():
-    first, second, third = (trace(r, *own("all-reduce", 1, 10 * r, 50, 90), world=3) for r in range(3))
-    assert match([first, second]) is match([first, second])
-    assert [sorted(each.spans) for each in match([first, third])] == [[0, 2]]
-    assert sorted(offsets([first, second])) == [0, 1]
-    assert sorted(offsets([first, second, third])) == [0, 1, 2]
-    late = trace(1, gloo(5, 9), base=BASE + SECOND)
-    late.cache["flights"] = "of the unmoved trace"
-    _, moved = aligned([trace(0, gloo(5, 9)), late])
-    assert moved is not late
-    assert moved.cache == {}
+    def halves(*names: str) -> list[dict]:
+        return [{"pg_name": name, "ranks": ranks} for name, ranks in zip(names, ([0, 1], [2, 3]), strict=True)]
 
-
-def test_groups_that_cannot_be_told_apart_are_not_matched():
-    def four(*groups):
-        return match([trace(r, gloo(r, 9), world=4, groups=[g for g in groups if not g or r in g]) for r in range(4)])
-
-    assert [sorted(found.spans) for found in four([])] == [[0, 1, 2, 3]]
-    assert [sorted(found.spans) for found in four([0, 1], [2, 3])] == [[0, 1], [2, 3]]
-    assert four([], [0, 1], [2, 3]) == []
-    alone = [trace(r, gloo(r, 9), groups=[[], [r]]) for r in range(2)]  # a group of one sends nothing
-    assert len(match(alone)) == 1
-
-
-def test_matches_are_in_order_of_time():
-    found = match([trace(r, gloo(50, 60, "gloo:a"), gloo(5 + r, 9, "gloo:b")) for r in range(2)])
-    assert [each.key for each in found] == ["gloo:b [[8]] #0", "gloo:a [[8]] #0"]
+    everyone, pairs = {"pg_name": "0", "ranks": []}, [[0, 1], [2, 3]]
+    assert of_groups(lambda r: ours(r, str(r // 2))) == pairs
+    # Halves may share a name.
+    assert of_groups(ours, everyone, *halves("s", "s")) == pairs
+    assert of_groups(ours, everyone, {"pg_name": "s", "ranks": [0, 1, 2, 3]}) == [[0, 1, 2, 3]]
+    # What a backend ran in groups that cannot be told apart is not matched; a group of one sends nothing.
+    assert of_groups(ran, everyone) == [[0, 1, 2, 3]]
+    assert of_groups(ran, *halves("", "")) == pairs
+    assert of_groups(ran, everyone, *halves("", "")) == []
+    assert of_groups(ran, everyone, {"pg_name": "1", "ranks": [0, 1, 2, 3]}) == []
+    assert of_groups(ran, everyone, *({"pg_name": "s", "ranks": [r]} for r in range(4))) == [[0, 1, 2, 3]]
 
 
 def test_nccl_goes_by_its_kernels():
@@ -135,11 +108,6 @@ def test_collectives_hold_the_offset_in_an_interval():
     low, high = ahead - 40, ahead + 90
     want = Alignment((low + high) * 500, (high - low) * 500, "collectives")
     assert offsets([other, first]) == {0: Alignment(0, 0, "reference"), 1: want}
-
-
-def test_messages_of_one_number_are_not_one_collective():
-    """Rank 0 sends to rank 1, and that to rank 2."""
-    assert match([trace(r, *own("send", 1, r, 10, 20), world=3) for r in range(2)]) == []
 
 
 def test_clocks_that_drift_apart_have_the_offset_of_the_middle():
@@ -197,20 +165,17 @@ def test_contradicting_spans_of_a_backend_are_not_used():
     assert offsets(exact)[1] == Alignment(0, 50_000, "collectives")
 
 
-def test_everything_is_shifted():
-    ahead = 3 * SECOND
+def test_everything_is_shifted_and_made_once_of_the_same_traces():
     events = [slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8)]
-    first = trace(0, lined_up(0, 1), *events)
+    first, ahead = trace(0, lined_up(0, 1), *events), 3 * SECOND
     late = trace(1, lined_up(ahead / 1000, ahead / 1000 + 1), *events, marks=[[BASE, "x", 5]])
-    for unmoved, moved in zip([first, late], aligned([first, late]), strict=True):
-        by = moved.base - unmoved.base
-        assert by == (-ahead if unmoved is late else 0)
-        assert [(s.start, s.end) for s in moved.spans] == [(s.start + by, s.end + by) for s in unmoved.spans]
-        assert moved.allocations[0].time == unmoved.allocations[0].time + by
-        (((lane, to), (from_lane, time)),) = unmoved.links.items()
-        assert moved.links == {(lane, to + by): (from_lane, time + by)}
-        assert from_lane == (PID, MAIN)
-        if unmoved is late:
-            assert moved.ours["marks"] == [[BASE - ahead, "x", 5]]
-    again = offsets(aligned([first, late]))
-    assert again[1].nanoseconds == 0
+    assert match([first, late]) is match([first, late])
+    same, moved = aligned([first, late])
+    assert (same is first, moved.cache, moved.base) == (True, {}, late.base - ahead)
+    assert [(s.start, s.end) for s in moved.spans] == [(s.start - ahead, s.end - ahead) for s in late.spans]
+    assert moved.allocations[0].time == late.allocations[0].time - ahead
+    (((lane, to), (from_lane, time)),) = late.links.items()
+    assert moved.links == {(lane, to - ahead): (from_lane, time - ahead)}
+    assert moved.ours["marks"] == [[BASE - ahead, "x", 5]]
+    assert offsets([same, moved])[1].nanoseconds == 0
+    assert sorted(offsets([first, late, trace(2, lined_up(0, 1), world=3)])) == [0, 1, 2]

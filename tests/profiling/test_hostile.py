@@ -11,7 +11,7 @@ import pytest
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.__main__ import read_ranks
 from cs336_systems.profiling.fields import OURS
-from cs336_systems.profiling.flame import collapsed, flames
+from cs336_systems.profiling.flame import flames
 from cs336_systems.profiling.memory import memory_markdown, memory_timeline
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
@@ -48,7 +48,8 @@ EACH += [("traceEvents", number, "args") for number in (1, 2, 5)] + [("distribut
 def report(found: Trace, path: Path) -> None:
     """All that is made of a trace, but for its pictures."""
     write_json(merge([found]), path)
-    tables = render_markdown([found]) + overlap_table([found]).markdown() + collapsed(0, flames(found))
+    tables = render_markdown([found]) + overlap_table([found]).markdown()
+    assert flames(found) is not None
     (tables + memory_markdown(found, memory_timeline(found))).encode()
 
 
@@ -79,7 +80,7 @@ def test_traces_of_any_content_have_pictures():
             found = parse(chrome)
         except UserError:
             continue
-        draw_flames(flames(found, collapse_blocks=True), "flame")
+        draw_flames(flames(found), "flame")
         draw_memory(memory_timeline(found), "memory")
         draw_timeline([found], max(steps_of(found)), "timeline")
         drawn += 1
@@ -104,9 +105,9 @@ def test_a_number_that_json_cannot_hold_is_refused_where_it_is_written(tmp_path)
         write_json(found, tmp_path / "merged.json")
 
 
-def nested(n: int, cat: str = "cpu_op") -> list[dict]:
+def nested(n: int) -> list[dict]:
     """One inside another, n deep; they lie in [0, 2n)."""
-    return [event("m.py(1): f", i, 2 * (n - i), cat=cat) for i in range(n)]
+    return [event("f", i, 2 * (n - i)) for i in range(n)]
 
 
 # Events whose number is a multiple of n, by what was once done for each pair of them.
@@ -131,17 +132,11 @@ MANY: dict[str, Callable[[int], list[dict]]] = {
         [event("a", i, 2 * (n - i), **{"External id": i}) for i in range(n)]
         + [event("gemm", i, 1, STREAM, "kernel", **{"External id": i, "stream": 7}) for i in range(n)]
     ),
-    "nested frames, with allocations in them": lambda n: (
-        nested(n, "python_function") + [memory(n + i / 2, 64) for i in range(n)]
-    ),
+    "nested, with allocations in them": lambda n: nested(n) + [memory(n + i / 2, 64) for i in range(n)],
     "nested, and allocations and arrows afterwards": lambda n: (
         nested(n)
         + [memory(2 * n + i, 64) for i in range(n)]
         + [{"ph": "s", "cat": "ac2g", "name": "a", "id": i, "pid": 1, "tid": 1, "ts": 2 * n + i} for i in range(n)]
-    ),
-    "steps, with frames in them": lambda n: (
-        [tag(f"step {i}", 10 * i, 9) for i in range(n)]
-        + [event("m.py(1): f", 10 * i, 5, cat="python_function") for i in range(n)]
     ),
     "one address again and again": lambda n: [memory(i, 64 * (-1) ** i) for i in range(n)],
 }

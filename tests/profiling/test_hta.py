@@ -3,10 +3,9 @@
 import pytest
 
 from cs336_systems.profiling.overlap import overlap
-from cs336_systems.profiling.trace import read_json, read_trace, trace_files
-from tests.profiling.test_overlap import FIXTURE, GLOO, event, profiled, trace
+from tests.profiling.test_overlap import FIXTURE, GLOO, event, trace
 from tests.support.hta import compare_with_hta, hta_overlap, quiet_hta
-from tests.support.hta_bridge import bridge, project
+from tests.support.hta_bridge import bridge
 
 TWO_STEPS = [
     event("step 0", 0, 100),
@@ -19,41 +18,11 @@ TWO_STEPS = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hta():
     """The library, without the warnings of what it stands on."""
     with quiet_hta():
         return pytest.importorskip("hta")
-
-
-def test_a_cpu_trace_becomes_one_of_a_gpu():
-    chrome = project(trace(*TWO_STEPS, rank=1))
-    kernels = [e for e in chrome["traceEvents"] if e["cat"] == "kernel"]
-    assert [(e["name"], e["args"]["stream"], e["ts"], e["dur"]) for e in kernels] == [
-        ("aten::mm", 7, 10, 50),
-        ("ncclDevKernel_all_reduce", 20, 50, 40),
-        ("aten::mm", 7, 110, 90),
-        ("ncclDevKernel_all_reduce", 20, 150, 90),
-    ]
-    launches = {e["args"]["correlation"]: e for e in chrome["traceEvents"] if e["cat"] == "cuda_runtime"}
-    assert all(launches[e["args"]["correlation"]]["ts"] <= e["ts"] for e in kernels)
-    assert not [e for e in chrome["traceEvents"] if e["name"].startswith("gloo:")]
-    steps = [(e["name"], e["ts"], e["dur"]) for e in chrome["traceEvents"] if e["name"].startswith("ProfilerStep")]
-    assert steps == [("ProfilerStep#0", 0, 100), ("ProfilerStep#1", 100, 150), ("ProfilerStep#2", 250, 1)]
-    assert chrome["distributedInfo"]["rank"] == 1
-    later = project(trace(event("aten::mm", 5, 9)))
-    assert later["baseTimeNanoseconds"] == 5000, "small numbers keep their nanoseconds as floats"
-    assert [e["ts"] for e in later["traceEvents"]] == [0, 0, 0, 0, 4]
-
-
-def test_a_gpus_trace_is_left_as_it_is():
-    path = trace_files(FIXTURE)[0]
-
-    def slices(events: list[dict]) -> list[tuple]:
-        return sorted((e["name"], e["cat"], str(e["tid"]), e["ts"], e["dur"]) for e in events if e["ph"] == "X")
-
-    after = slices(project(read_trace(path))["traceEvents"])
-    assert [each for each in after if "ProfilerStep" not in each[0]] == slices(read_json(path)["traceEvents"])
 
 
 def test_the_fixtures_overlap_equals_hta(hta):
@@ -62,12 +31,11 @@ def test_the_fixtures_overlap_equals_hta(hta):
     assert [round(row.ours, 2) for row in rows] == [row.hta for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["naive", "bucketed"])
-def test_cpu_traces_through_the_bridge(hta, tmp_path, kind):
-    profiled(tmp_path, kind)
-    for row in compare_with_hta(tmp_path):
-        assert row.hta == pytest.approx(row.ours, abs=0.01)
-        assert kind != "naive" or row.hta == row.ours == 0
+def test_cpu_traces_through_the_bridge(hta, profiles):
+    for kind in ("naive", "bucketed"):
+        for row in compare_with_hta(profiles / kind):
+            assert row.hta == pytest.approx(row.ours, abs=0.01)
+            assert kind != "naive" or row.hta == row.ours == 0
 
 
 def test_hta_sees_every_step_although_it_drops_the_last(hta, tmp_path):

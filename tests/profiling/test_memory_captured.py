@@ -78,7 +78,6 @@ def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
     peaks = phase_peaks(found)
     assert list(peaks) == ["forward", "backward", "optimizer"]
     assert max(peaks.values()) == found.peak
-    assert phase_peaks(found, 0) == phase_peaks(found, 1) == peaks
     recomputed = [source for source in largest(found, 1000) if source.module.endswith(", recomputed")]
     assert recomputed
     assert {source.category for source in recomputed} == {"activations"}
@@ -97,39 +96,6 @@ def test_tables_and_picture_of_a_real_step(run, tmp_path):
     shown = {name.strip(): int(number.replace(",", "")) for name, number in hovers}
     assert {name: shown[name] for name in CATEGORIES} == run.timeline.at_peak
     assert f"{run.timeline.peak:,} bytes" in memory_markdown(run.trace, run.timeline)
-
-
-def test_known_sizes_come_back_to_the_byte(tmp_path):
-    with Capture(tmp_path) as capture, capture.step():
-        with capture.phase("forward"):
-            a = torch.empty(1000, dtype=torch.float32)  # 4000 bytes
-            b = torch.empty(300, dtype=torch.float64)  # 2400
-        with capture.phase("backward"):
-            del a
-            pair = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]
-            del pair
-        with capture.phase("optimizer"):
-            c = torch.empty(5000, dtype=torch.int16)  # 10000
-        del b, c
-    trace = read_trace(tmp_path / "rank0.trace.json.gz")
-    found = memory_timeline(trace)
-    assert [level - found.totals[0] for level in found.totals] == [
-        *(0, 4000, 6400, 2400),
-        *(2400 + (1 << 20), 2400 + (2 << 20), 2400 + (1 << 20), 2400),
-        *(12400, 10000, 0),
-    ]
-    peaks = phase_peaks(found)
-    assert {name: nbytes - found.totals[0] for name, nbytes in peaks.items()} == {
-        "forward": 6400,
-        "backward": 2400 + (2 << 20),
-        "optimizer": 12400,
-    }
-    assert [(each.nbytes, each.count, each.phase, each.category) for each in largest(found, 3)] == [
-        (1 << 20, 2, "backward", "other"),
-        (10000, 1, "optimizer", "other"),
-        (4000, 1, "forward", "activations"),
-    ]
-    assert largest(found, 1)[0].operator == "aten::empty"
 
 
 def test_what_a_sharded_optimizer_holds_is_its_inner_ones():

@@ -2,25 +2,19 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
-from cs336_systems.comm import all_reduce, reduce_scatter
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.profiling import Capture
 from cs336_systems.profiling.__main__ import main, read_ranks
 from cs336_systems.profiling.align import CONVERSION, match, offsets
-from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.report import missing_ranks, write_report
 from cs336_systems.profiling.trace import OURS, Trace, parse, read_json, read_trace, trace_files, write_json
-from tests.support import ranks
 from tests.support.merged_trace import validate
-from tests.support.traces import BASE, GLOO, MAIN, PID, SECOND, gloo, kernel, memory, slice_, trace, two_ranks
+from tests.support.traces import BASE, GLOO, MAIN, PID, SECOND, gloo, kernel, slice_, trace, two_ranks
 
 
 def of(merged: dict, phases: str, **wanted) -> list[dict]:
@@ -38,6 +32,16 @@ def test_merged_ranks_have_names_and_one_clock():
     assert [e["ts"] for e in of(merged, "X", name="aten::mm")] == [10.0, 10.0]
     found = validate(merged)
     assert (found.problems, found.ranks, found.slices) == ([], 2, len(of(merged, "X")))
+    assert json.dumps(merged) == json.dumps(merge(two_ranks(ahead=SECOND)[::-1])), "in any order of files"
+    start = 86_399 * 10**6 + 123.457  # a day after the trace's zero, as many digits as a float has
+    event = of(merge([trace(0, slice_("aten::mm", start, start + 0.003))]), "X")[0]
+    assert (event["ts"], event["dur"]) == (123.457, 0.003)
+    named = {"ph": "M", "name": "thread_name", "pid": PID, "tid": 90, "args": {"name": "thread 90 (loader)"}}
+    events = [named, slice_("aten::mm", 0, 9), slice_("read", 0, 5, 90), slice_("read", 0, 5, 91)]
+    names = [e["args"]["name"] for e in of(merge([trace(0, *events)]), "M", name="thread_name")]
+    assert names == [f"main thread ({MAIN})", "thread 90 (loader)", "thread 91"]
+    with pytest.raises(UserError, match="one of 2 ranks and rank 1 one of 4"):
+        merge([trace(0, world=2), trace(1, world=4)])
 
 
 def test_arrows_go_from_the_last_to_join_to_where_the_others_leave():
@@ -58,41 +62,23 @@ def test_arrows_go_from_the_last_to_join_to_where_the_others_leave():
         *((1, 10.0), (1, 30.0)),
         *((1001, 10.0), (1001, 30.0)),
     ]
-
-
-def test_an_arrow_stands_behind_the_slice_that_begins_with_it():
-    """At equal times a viewer reads on, and would hang it on the slice around."""
-    events = merge(two_ranks())["traceEvents"]
-    at_ten = [(e["ph"], e["name"]) for e in events if e["ph"] in "Xs" and e["pid"] == 1 and e["ts"] == 10.0]
+    # At equal times a viewer reads on, and would hang an arrow on the slice around.
+    at_ten = [(e["ph"], e["name"]) for e in merged["traceEvents"] if e["pid"] == 1 and e.get("ts") == 10.0]
     assert at_ten == [("X", "aten::mm"), ("s", "fwdbwd")]
 
 
-def test_arrows_never_point_back():
+def test_arrows_never_point_back_nor_to_a_child():
     """Of a broadcast the source may be gone before the last comes."""
     traces = [trace(0, gloo(0, 10, "gloo:broadcast")), trace(1, gloo(20, 30, "gloo:broadcast"))]
     assert of(merge(traces), "sf") == []
 
+    def reduced(child: tuple[float, float], last: tuple[float, float]) -> list[float]:
+        inside = [[slice_("aten::div_", *times, GLOO)] for times in (child, last)]
+        merged = merge([trace(rank, gloo(10 * rank, 50), *inside[rank], host="one") for rank in range(2)])
+        return [e["ts"] for e in of(merged, "sf")]
 
-def test_the_curve_is_that_of_the_memory_timeline():
-    given = [(1.0, 2**20, 3 * 2**20), (2.0, -(2**20), 2**20)]
-    events = [memory(time, nbytes) for time, nbytes, _ in given]
-    for event, (_, _, total) in zip(events, given, strict=True):
-        event["args"] |= {"Device Type": 1, "Total Allocated": total}
-    only = trace(0, slice_("aten::mm", 0, 9), *events, memory(3.0, 2**22))
-    curve = of(merge([only]), "C", name="active memory, cuda")
-    assert [e["args"]["MiB"] for e in curve] == [2.0, 3.0, 1.0], "a GPU's allocator keeps the sum itself"
-    assert [e["ts"] for e in curve] == [0.0, 1.0, 2.0]
-    assert [e["args"]["MiB"] for e in of(merge([only]), "C", name="active memory, cpu")] == [0.0, 4.0]
-    assert [e["ts"] for e in of(merge([only]), "C")] == [0.0, 0.0, 1.0, 2.0, 3.0], "in order, whatever the device"
-    found = memory_timeline(only)
-    assert [nbytes / 2**20 for nbytes in found.totals] == [2.0, 3.0, 1.0]
-
-
-def test_threads_that_only_the_profiler_names_keep_their_names():
-    named = {"ph": "M", "name": "thread_name", "pid": PID, "tid": 90, "args": {"name": "thread 90 (loader)"}}
-    events = [named, slice_("aten::mm", 0, 9), slice_("read", 0, 5, 90), slice_("read", 0, 5, 91)]
-    names = [e["args"]["name"] for e in of(merge([trace(0, *events)]), "M", name="thread_name")]
-    assert names == [f"main thread ({MAIN})", "thread 90 (loader)", "thread 91"]
+    assert reduced((40, 50), (10, 20)) == [20.0, 39.999]
+    assert reduced((5, 50), (10, 50)) == [10.001, 49.999], "where children leave no room"
 
 
 def test_gpus_of_several_ranks_stay_apart():
@@ -104,48 +90,25 @@ def test_gpus_of_several_ranks_stay_apart():
     assert validate(merged).problems == []
 
 
-def test_the_result_does_not_depend_on_the_order_of_files():
-    first, other = two_ranks(ahead=SECOND)
-    assert json.dumps(merge([first, other])) == json.dumps(merge([other, first]))
+def test_the_checker_finds_what_a_viewer_would_drop():
+    def first(events: list[dict], **wanted) -> dict:
+        return next(e for e in events if all(e.get(k) == v for k, v in wanted.items()))
 
-
-def test_nanoseconds_survive():
-    start = 86_399 * 10**6 + 123.457  # a day after the trace's zero, as many digits as a float has
-    event = of(merge([trace(0, slice_("aten::mm", start, start + 0.003))]), "X")[0]
-    assert (event["ts"], event["dur"]) == (123.457, 0.003)
-
-
-def test_what_cannot_be_merged():
-    with pytest.raises(UserError, match="one of 2 ranks and rank 1 one of 4"):
-        merge([trace(0, world=2), trace(1, world=4)])
-
-
-def broken(change) -> list[str]:
-    merged = merge(two_ranks())
-    change(merged["traceEvents"])
-    return validate(merged).problems
-
-
-def first(events: list[dict], **wanted) -> dict:
-    return next(e for e in events if all(e.get(k) == v for k, v in wanted.items()))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda events: first(events, name="aten::mm").update(dur=1500), "crosses another"),
-        (lambda events: first(events, name="aten::mm").update(ts=-1), "no times"),
-        (lambda events: events.remove(first(events, ph="f")), "1 starts and 0 ends"),
-        (lambda events: [e.update(id=1) for e in events if e["ph"] in "sf"], "2 starts and 2 ends"),
-        (lambda events: first(events, name="gloo:all_reduce [[8]] #0", ph="s").update(ts=1), "touches no slice"),
-        (lambda events: first(events, name="aten::mm").update(dur=float("inf")), "no times"),
-        (lambda events: first(events, ph="f").update(ts=0), "ends before it starts"),
-        (lambda events: first(events, pid=1001, name="process_name").update(pid=1), "has the names rank 0"),
-        (lambda events: events.remove(first(events, name="thread_name")), "has no name"),
-    ],
-)
-def test_the_checker_finds_what_a_viewer_would_drop(change, problem):
-    assert problem in "; ".join(broken(change))
+    changes = {
+        "crosses another": lambda events: first(events, name="aten::mm").update(dur=1500),
+        "no times: -1": lambda events: first(events, name="aten::mm").update(ts=-1),
+        "1 starts and 0 ends": lambda events: events.remove(first(events, ph="f")),
+        "2 starts and 2 ends": lambda events: [e.update(id=1) for e in events if e["ph"] in "sf"],
+        "touches no slice": lambda events: first(events, name="gloo:all_reduce [[8]] #0", ph="s").update(ts=1),
+        "no times": lambda events: first(events, name="aten::mm").update(dur=float("inf")),
+        "ends before it starts": lambda events: first(events, ph="f").update(ts=0),
+        "has the names rank 0": lambda events: first(events, pid=1001, name="process_name").update(pid=1),
+        "has no name": lambda events: events.remove(first(events, name="thread_name")),
+    }
+    for problem, change in changes.items():
+        merged = merge(two_ranks())
+        change(merged["traceEvents"])
+        assert problem in "; ".join(validate(merged).problems)
 
 
 def merge_command(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -164,7 +127,14 @@ def test_the_command_merges_a_folder(tmp_path, capsys):
     assert "https://ui.perfetto.dev" in out
     merged = read_json(tmp_path / "merged.trace.json.gz")
     assert merged == merge(two_ranks(ahead=SECOND))
-    assert merge_command(capsys, str(tmp_path))[0] == 0  # again: the merged file is no rank's
+    assert "cross" not in out
+    crossing = two_ranks(ahead=SECOND)[0].chrome
+    crossing["traceEvents"] += [slice_("aten::a", 400, 600), slice_("aten::b", 500, 700), slice_("aten::c", 510, 710)]
+    write_json(crossing, tmp_path / "rank0.trace.json.gz")
+    code, out, _ = merge_command(capsys, str(tmp_path))  # again: the merged file is no rank's
+    assert (code, "2 slices cross others" in out) == (0, True)
+    write_report(tmp_path, read_ranks(trace_files(tmp_path)), console.console())
+    assert "2 slices cross others" in capsys.readouterr().out
 
 
 def test_a_missing_rank_is_a_note(tmp_path, capsys):
@@ -223,49 +193,27 @@ def test_errors_are_one_clear_line(tmp_path, capsys):
     assert merge_command(capsys)[0] == 2
 
 
-def capture_case(group, folder: str) -> None:
-    weight = torch.ones(64, 64, requires_grad=True)
-    with Capture(Path(folder), group, warmup=1, steps=2) as capture:
-        for _ in range(capture.total):
-            with capture.step():
-                with capture.phase("forward"):
-                    loss = (weight @ weight).sum()
-                with capture.phase("backward"):
-                    loss.backward()
-                with capture.phase("synchronise"):
-                    for _ in range(5):
-                        all_reduce(weight.grad, group, "gradient").wait()
-                        reduce_scatter(weight.grad.view(-1), group, "shard").wait()
-
-
-def test_a_real_capture_with_a_clock_set_wrong(tmp_path):
-    ranks.run_on_gloo(capture_case, 2, folder=str(tmp_path))
-    truth = [read_trace(path) for path in trace_files(tmp_path)]
-    assert len([each for each in match(truth) if each.key.startswith("all-reduce")]) == 10
-    assert len([each for each in match(truth) if each.key.startswith("reduce-scatter")]) == 10
-    chromes = [read_json(path) for path in trace_files(tmp_path)]
+def test_a_real_capture_with_a_clock_set_wrong(profiles, tmp_path):
+    found = match([read_trace(path) for path in trace_files(profiles / "groups")])
+    assert [sum(each.key.startswith(verb) for each in found) for verb in ("all-reduce", "reduce-scatter")] == [4, 3]
+    chromes = [read_json(path) for path in trace_files(profiles / "groups")]
     chromes[1]["baseTimeNanoseconds"] += SECOND
     injected = [parse(each) for each in chromes]
 
+    def bare(each: Trace) -> Trace:
+        """A trace without what `Capture` adds to it."""
+        events = [event for event in each.chrome["traceEvents"] if event.get("cat") != LINE_UP]
+        return parse({key: value for key, value in each.chrome.items() if key != OURS} | {"traceEvents": events})
+
     # The ranks share a host, so that one of them must be wrong about it: the collectives know better.
-    for traces in (injected, [_bare(each) for each in injected]):
+    for traces in (injected, [bare(each) for each in injected]):
         found = offsets(traces)[1]
         assert found.source == "collectives; contradicted: same host"
         assert abs(found.nanoseconds - SECOND) <= found.bound + 2 * CONVERSION
-    _check_merged(merge(injected), tmp_path / "merged.trace.json")
-
-
-def _bare(each: Trace) -> Trace:
-    """A trace without what `Capture` adds to it."""
-    events = [event for event in each.chrome["traceEvents"] if event.get("cat") != LINE_UP]
-    return parse({key: value for key, value in each.chrome.items() if key != OURS} | {"traceEvents": events})
-
-
-def _check_merged(merged: dict, path: Path) -> None:
-    checked = validate(merged)
-    assert checked.problems == []
+    merged = merge(injected)
+    assert validate(merged).problems == []
     between = of(merged, "s", cat="collective")
-    assert len([e for e in between if e["name"].startswith(("all-reduce", "reduce-scatter"))]) >= 19
-    write_json(merged, path)
+    assert len([e for e in between if e["name"].startswith(("all-reduce", "reduce-scatter"))]) >= 6
+    write_json(merged, tmp_path / "merged.trace.json")
     validator = pytest.importorskip("torch.profiler._trace_validator")
-    assert validator.validate_trace(str(path)) == (True, [])
+    assert validator.validate_trace(str(tmp_path / "merged.trace.json")) == (True, [])

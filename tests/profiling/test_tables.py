@@ -1,15 +1,13 @@
 """Tables over the ranks, and as text."""
 
-import json
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from benchmarks.lib.profiling_record import as_json
 from cs336_systems.host.table import cut
 from cs336_systems.profiling import report
-from cs336_systems.profiling.tables import Spread, phase_times, pivot, render_markdown
+from cs336_systems.profiling.tables import Spread, pivot, render_markdown
 from tests.profiling.test_breakdown import STEPS
 from tests.profiling.test_operators import GPU
 from tests.support.chrome_events import GLOO, STREAM, event, tag, trace
@@ -18,9 +16,6 @@ from tests.support.chrome_events import GLOO, STREAM, event, tag, trace
 def test_rows_over_the_ranks():
     rows = pivot({0: [("mm", 4), ("mm", 6), ("wait", 8)], 2: [("mm", 30)], 1: [("mm", 20), ("wait", 1)]})
     assert rows == [Spread("mm", 10, 20.0, 30, 2, 1.5), Spread("wait", 0, 3.0, 8, 0, pytest.approx(8 / 3))]
-
-
-def test_equal_ranks_and_no_time():
     assert pivot({1: [("a", 5), ("b", 0)], 0: [("a", 5)]}) == [
         Spread("a", 5, 5.0, 5, 0, 1.0),
         Spread("b", 0, 0.0, 0, 0, 1.0),
@@ -43,14 +38,10 @@ def table(text: str, title: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
-def test_a_phase_inside_one_of_its_name_counts_once():
-    assert phase_times(trace(tag("forward", 0, 100), tag("forward", 10, 50))) == {"forward": 100_000}
-
-
 def test_markdown():
     text = render_markdown(two_ranks())
     assert "sums over 2 steps, on rank 0 of 2" in text
-    assert "- RMSNorm: 15.00% of the step" in text
+    assert table(text, "Shares of the step")["RMSNorm"] == ["0.020", "0.040", "", "0.060", "15.00%", "10.00%"]
     assert table(text, "Parts of the step")["attention"] == ["0.100", "0.044", "", "0.144", "36.00%"]
     products = table(text, "Operators, whole step, by self CPU")["aten::mm"]
     assert products == ["4.00%", "0.016", "4.00%", "0.016", "0.008", "2", "576", "36 M"]
@@ -66,33 +57,10 @@ def test_markdown():
 
 def test_markdown_of_one_rank_on_a_gpu():
     text = render_markdown([trace(*GPU)])
-    assert table(text, "Operators, whole step, by device total")["aten::mm"][5:9] == [
-        "80.00%",
-        "0.040",
-        "0.040",
-        "0.040",
-    ]
-    assert table(text, "Operators, whole step, by device total")["aten::mm"][10] == "65.5 k"
+    products = table(text, "Operators, whole step, by device total")["aten::mm"]
+    assert (products[5:9], products[10]) == (["80.00%", "0.040", "0.040", "0.040"], "65.5 k")
     assert table(text, "Kernels")["sm90_gemm"] == ["80.00%", "0.040", "0.020", "2"]
     assert "over the ranks" not in text
-
-
-def test_rows_for_json():
-    (first, second) = json.loads(json.dumps([as_json(each) for each in two_ranks()]))
-    assert (first["rank"], second["rank"], second["world_size"]) == (0, 1, 2)
-    softmax = {row["name"]: row for row in first["shares"]}["softmax of attention"]
-    assert (softmax["total"], softmax["of_step"]) == (30_000, 0.075)
-    names = {period: {row["name"] for row in rows} for period, rows in first["operators"].items()}
-    assert names["forward"] < names["step"]
-    assert "aten::addcdiv_" in names["optimizer"] - names["forward"]
-    longest = as_json(two_ranks()[0], limit=1)["operators"]["forward"]
-    assert longest == [row for row in first["operators"]["forward"] if row["name"] in {r["name"] for r in longest}]
-    assert 1 <= len(longest) <= 2
-    assert first["phases"] == {"forward": 200_000, "backward": 140_000, "optimizer": 40_000}
-    assert second["collectives"][0]["total"] == 5_000
-
-
-def test_a_foreign_or_empty_trace_has_tables_too():
     foreign = trace(event("aten::mm", 0, 5), event("void f<int, a|b>(float)", 0, 5, STREAM, "kernel"))
     assert "`void f<int, a\\|b>(float)`" in render_markdown([foreign])
     assert render_markdown([trace()]).startswith("# Where the time goes")
@@ -103,9 +71,9 @@ def test_a_report_without_matplotlib_has_everything_but_pictures(tmp_path, monke
     console = Console(width=200, file=StringIO())
     report.write_report(tmp_path, two_ranks(), console)
     assert [line for line in console.file.getvalue().splitlines() if "matplotlib" in line] == [report.NO_PICTURES]
-    for words in ("Operators of rank 0 by self CPU", "Phases over the ranks", "Softmax of attention: 7.50%", "0.75 of"):
+    for words in ("Operators of rank 0 by self CPU", "Phases over the ranks", "softmax of attention"):
         assert words in console.file.getvalue()
-    others = {"tables.md", "overlap.md", "memory.md", "flame.collapsed.txt"}
+    others = {"tables.md", "overlap.md", "memory.md"}
     assert {path.name for path in tmp_path.iterdir()} == {*others, "index.html", "merged.trace.json.gz"}
     assert "<img" not in (tmp_path / "index.html").read_text()
 
@@ -119,6 +87,4 @@ def test_ranks_without_a_common_step_have_a_report_without_timeline(tmp_path):
 
 
 def test_long_names_keep_both_ends():
-    assert cut("abcdefghij", 10) == "abcdefghij"
-    assert cut("abcdefghijk", 10) == "abcdef…ijk"
-    assert len(cut("x" * 300, 100)) == 100
+    assert [cut("abcdefghij", 10), cut("abcdefghijk", 10)] == ["abcdefghij", "abcdef…ijk"]

@@ -1,8 +1,6 @@
-"""Traces made by hand for flame graphs, in microseconds, and what their stacks are."""
+"""Traces made by hand for flame graphs, in microseconds, and their stacks."""
 
-from cs336_systems.profiling.flame import collapsed
-from cs336_systems.profiling.trace import parse
-from tests.support.chrome_events import event
+from tests.support.chrome_events import event, trace
 
 ENGINE = "autograd::engine::evaluate_function: "
 
@@ -15,18 +13,13 @@ def span(name, start, end, thread=1, category=None, **args):
     )
 
 
-def frame(name, start, end):
-    return span(name, start, end, category="python_function")
-
-
 def link(number, source, target, to_thread=1):
     common = {"cat": "fwdbwd", "id": number, "pid": 7, "name": "fwdbwd"}
     return [{"ph": "s", "ts": source, "tid": 1} | common, {"ph": "f", "ts": target, "tid": to_thread} | common]
 
 
-def trace_of(*events, rank=0):
-    flat = [each for event in events for each in (event if isinstance(event, list) else [event])]
-    return parse({"traceEvents": flat, "cs336": {"rank": rank, "world_size": 2}})
+def trace_of(*events):
+    return trace(*events, rank=0, world_size=2)
 
 
 def a_step(number, t):
@@ -63,33 +56,8 @@ def a_step(number, t):
     ]
 
 
-TWO_STEPS = """\
-rank 0 main thread;step 4000
-rank 0 main thread;step;forward 4000
-rank 0 main thread;step;forward;model (Net) 4000
-rank 0 main thread;step;forward;model (Net);blocks.0 (Block) 6000
-rank 0 main thread;step;forward;model (Net);blocks.0 (Block);up 6000
-rank 0 main thread;step;forward;model (Net);blocks.0 (Block);up;aten::linear 4000
-rank 0 main thread;step;forward;model (Net);blocks.0 (Block);up;aten::linear;aten::addmm 20000
-rank 0 main thread;step;forward;model (Net);blocks.1 (Block) 20000
-rank 0 main thread;step;forward;model (Net);blocks.1 (Block);aten::relu 16000
-rank 0 main thread;step;backward 12000
-rank 0 main thread;step;backward;model (Net);blocks.1 (Block);ReluBackward0 8000
-rank 0 main thread;step;backward;model (Net);blocks.1 (Block);ReluBackward0;aten::threshold_backward 10000
-rank 0 main thread;step;backward;model (Net);blocks.0 (Block);up;AddmmBackward0 10000
-rank 0 main thread;step;backward;model (Net);blocks.0 (Block);up;AddmmBackward0;aten::mm 30000
-rank 0 main thread;step;backward;AccumulateGrad 10000
-rank 0 main thread;step;synchronise 4000
-rank 0 main thread;step;synchronise;wait all-reduce bucket 0, from blocks.1.up 16000
-rank 0 main thread;step;optimizer 8000
-rank 0 main thread;step;optimizer;aten::add_ 8000
-rank 0 communication thread 0;gloo:all_reduce 46000
-rank 0 communication thread 0;gloo:all_reduce;aten::div_ 10000
-"""
-
-
-def two_steps(**more):
-    return trace_of(a_step(0, 0), a_step(1, 100), **more)
+def two_steps():
+    return trace_of(a_step(0, 0), a_step(1, 100))
 
 
 def on_a_gpu():
@@ -119,6 +87,6 @@ def on_a_gpu():
 
 
 def stacks(threads):
-    """{stack without the rank's name: nanoseconds}."""
-    lines = [line.rpartition(" ") for line in collapsed(0, threads).splitlines()]
-    return {stack.partition(" ")[2].partition(" ")[2]: int(own) for stack, _, own in lines}
+    """{stack: nanoseconds itself}."""
+    found = (stack for root in threads for stack in root.stacks() if stack[-1].self_time)
+    return {";".join(frame.name for frame in stack): stack[-1].self_time for stack in found}
