@@ -85,7 +85,6 @@ SLOW = (
     "kernels/test_every_kernel::test_compiles",
     "kernels/test_triton_launch",
     "model/test_moe_model::test_experts_survive",
-    "optim/test_adamw::test_clipping_equals_torch[0.5",
     "profiling/test_hostile::test_traces",
     "tensor_parallel/test_plan::test_losses_and_gradients_equal_one_process[4",
     "test_expert_layouts::test_experts_over_ranks_learn_what_one_process_learns[tp2-pp2-ep2-padded",
