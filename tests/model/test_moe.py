@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.moe import MoELayer
-from cs336_systems.model.routing import gate
 from cs336_systems.presets import Mixture, ModelConfig
 from tests.support.tolerances import bound, likely_bound, relative_error
 
@@ -33,13 +32,7 @@ ROUTES = [
     {"second_policy": "random", "normalize": "before"},
     {"prioritized": True},
 ]
-EXPERTS = [
-    {},
-    {"bias": False},
-    {"feed_forward": "gelu-tanh"},
-    {"feed_forward": "swiglu"},
-    {"feed_forward": "swiglu", "bias": False},
-]
+EXPERTS = [{}, {"bias": False}, {"feed_forward": "gelu-tanh"}, {"feed_forward": "swiglu"}]
 
 
 def build(changes: dict | None = None, dtype=torch.float64, seed: int = 0, **route) -> MoELayer:
@@ -137,8 +130,6 @@ def test_sort_equals_einsum_in_low_precision(precision, wide):
 def test_the_router_computes_in_float32_what_it_is_asked_in_bfloat16():
     layer, x = build(dtype=torch.bfloat16), some_x(dtype=torch.bfloat16)[0]
     assert torch.equal(layer.logits(x), x.float() @ layer.router.weight.float().T)
-    layer = build(dtype=torch.float64)
-    assert layer.logits(x.double()).dtype == torch.float64
 
 
 def with_weights_of(layer: MoELayer, expert: int = 0) -> FeedForward:
@@ -146,21 +137,6 @@ def with_weights_of(layer: MoELayer, expert: int = 0) -> FeedForward:
     dense = FeedForward(replace(layer.config, d_ff=HIDDEN)).double()
     dense.load_state_dict({name: p[expert] for name, p in layer.experts.state_dict().items()})
     return dense
-
-
-@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
-@pytest.mark.parametrize("changes", EXPERTS, ids=str)
-def test_one_expert_is_the_dense_layer(changes, dispatch):
-    layer = build({**changes, "num_experts": 1}, top_k=1, dispatch=dispatch)
-    dense = with_weights_of(layer)
-    got = outcome(layer, some_x())
-    x = some_x().requires_grad_()
-    y = dense(x)
-    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).sum().backward()
-    want = {"y": y.detach(), "x": x.grad, "router.weight": torch.zeros_like(layer.router.weight)}
-    want |= {f"experts.{name}": p.grad[None] for name, p in dense.named_parameters()}
-    assert_alike({name: got[name] for name in want}, want)
-    assert layer.balance == 1
 
 
 @pytest.mark.parametrize("dispatch", ["sort", "einsum"])
@@ -180,10 +156,10 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(dispatch):
         assert layer.load.wanted.tolist() == [[0, 0, 14, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("dispatch", ["sort", "einsum"])
-def test_no_tokens(dispatch, dtype):
-    for route in ({}, {"capacity_factor": 2.0, "second_policy": "sampling"}, {"top_k": 1, "shared_expert": True}):
+def test_no_tokens(dispatch):
+    routes = ({}, {"capacity_factor": 2.0, "second_policy": "sampling"}, {"top_k": 1, "shared_expert": True})
+    for route, dtype in product(routes, (torch.float64, torch.float32)):
         layer = build({}, dtype, dispatch=dispatch, **route)
         got = outcome(layer, some_x(dtype=dtype)[:, :0])
         assert got["y"].shape == (2, 0, 8)
@@ -192,30 +168,9 @@ def test_no_tokens(dispatch, dtype):
 
 
 @pytest.mark.parametrize("dispatch", ["sort", "einsum"])
-def test_the_balancing_loss_is_as_if_added_to_the_loss(dispatch):
-    x = some_x()
-    layer = build(dispatch=dispatch, aux_weight=0.7, capacity_factor=1.0)
-    layer.balance_scale, layer.copies = 3.0, 2
-    got = outcome(layer, x)
-
-    plain = build(dispatch=dispatch, aux_weight=0.0, capacity_factor=1.0)
-    want = outcome(plain, x)
-    assert torch.equal(got["y"], want["y"])
-    inner = x.detach().requires_grad_()
-    (0.7 * 3.0 / 2 * gate(plain.logits(inner.flatten(0, 1)), plain.mixture).balance).backward()
-    assert inner.grad.abs().max() > 1e-3
-    want["x"], want["router.weight"] = want["x"] + inner.grad, plain.router.weight.grad
-    assert_alike(got, want)
-
-    assert_alike(outcome(layer.eval(), x), outcome(plain.eval(), x))  # in evaluation it is only told
-    assert layer.balance == plain.balance > 0
-
-
-@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
 def test_other_ranks_shares_count_in_training_only(dispatch):
     layer = build(aux_weight=0.3, dispatch=dispatch)
-    local = outcome(layer, some_x())
-    asked = []
+    local, asked = outcome(layer, some_x()), []
     layer.average = lambda share: asked.append(share) or share.flip(0)
     assert not torch.equal(outcome(layer, some_x())["router.weight"], local["router.weight"])
     assert len(asked) == 1

@@ -1,17 +1,14 @@
 """Traffic of every strategy: ranks send what one rank observes alone under the fake group, and by hand."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from cs336_systems.comm import fake_ranks, record
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.layout import Layout
-from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.train.observation import observe, observe_traffic
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.zero import zero
@@ -112,48 +109,34 @@ def test_an_axis_that_is_not_split_sends_nothing():
     assert {what for _, axis, _, what, *_ in split if axis == "cp"} == {"heads", "heads back"}
 
 
-def sent_by(module: nn.Module, wrap, ranks: int = 2) -> Counter:
-    """(verb, elements, bytes an element) of a step of a wrapper, votes apart, on the first of some ranks."""
+def sent_by(stage: int, ranks: int) -> Counter:
+    """(verb, elements, bytes an element) of a step of a stage of ZeRO, votes apart, on the first of some ranks: of a
+    module of 15 and 10 numbers, of four and eight bytes, and a bias of 5."""
     with fake_ranks(0, ranks):
-        wrapper = wrap(module)
-        optimizer = wrapper[1] if isinstance(wrapper, tuple) else None
-        wrapper = wrapper[0] if isinstance(wrapper, tuple) else wrapper
+        layers = (nn.Linear(3, 5), Widen(), nn.Linear(5, 2, bias=False, dtype=torch.float64))
+        model, optimizer = zero(nn.Sequential(*layers), torch.optim.AdamW, stage)
         with record() as events:
-            wrapper(torch.ones(1, 3)).sum().backward()
-            wrapper.finish_gradient_synchronization()
-            if optimizer is not None:
-                optimizer.step()
+            model(torch.ones(1, 3)).sum().backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
     return Counter((e.verb, e.numel, e.dtype.itemsize) for e in events if e.label != "used parameters")
 
 
-class Two(nn.Module):
-    """Two matrices of 15 and 10 numbers, of four and eight bytes, and a bias of 5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2, bias=False, dtype=torch.float64)
-
+class Widen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).double())
+        return x.double()
 
 
 def test_a_small_module_by_hand():
-    reduced = [("all-reduce", *size) for size in ((15, 4), (5, 4), (10, 8))]
-    assert sent_by(Two(), NaiveDDP) == dict.fromkeys(reduced, 1)
-    one = dict.fromkeys([("all-reduce", *size) for size in ((20, 4), (10, 8))], 1)
-    assert sent_by(Two(), FlatDDP) == one
-    # 80 bytes fill a bucket of 80 and not one of 79.
-    assert sent_by(Two(), lambda module: BucketedDDP(module, 80e-6)) == one
-    assert sent_by(Two(), lambda module: BucketedDDP(module, 79e-6)) == dict.fromkeys(reduced, 1)
+    reduced = {("all-reduce", *size): 1 for size in ((20, 4), (10, 8))}
     gathers = {("all-gather", *size): 1 for size in ((21, 4), (12, 8))}
     scatters = {("reduce-scatter", *size): 1 for size in ((21, 4), (12, 8))}  # 20 and 10 in three equal slices
-    stages = [partial(zero, optimizer_cls=torch.optim.AdamW, stage=stage) for stage in range(4)]
-    assert sent_by(Two(), stages[2], 3) == scatters | gathers
-    assert sent_by(Two(), stages[1], 3) == one | gathers
+    assert sent_by(1, 3) == reduced | gathers
+    assert sent_by(2, 3) == scatters | gathers
     # 5 rows of 3 are padded to 6, which two ranks share; each weight is gathered for each pass.
     weights = {("all-gather", *size): 2 for size in ((18, 4), (10, 8))}
     gradients = {("reduce-scatter", *size): 1 for size in ((18, 4), (10, 8))}
-    assert sent_by(Two(), stages[3]) == weights | gradients | {("all-reduce", 5, 4): 1}
+    assert sent_by(3, 2) == weights | gradients | {("all-reduce", 5, 4): 1}
 
 
 def test_what_fsdp_gathers_by_hand():
@@ -188,17 +171,6 @@ def test_how_far_ahead_weights_are_gathered(layers, table):
     names = ["table.weight", *(f"layers.{n}.weight" for n in range(layers))]
     found = Counter(event.label for event in events if event.verb == "all-gather")
     assert found == dict.fromkeys(names, 2) | {names[0]: table}
-
-
-def test_whole_parameters_are_dealt_by_hand():
-    """9, 7, 6, 5 and 4 to two ranks: 9 and 5 to one; 7, 6 and 4 to the other."""
-    with fake_ranks(0, 2), record() as events:
-        tensors = [nn.Parameter(torch.zeros(n)) for n in (4, 9, 6, 7, 5)]
-        optimizer = ShardedOptimizer(tensors, torch.optim.AdamW, layout="whole")
-        for each in tensors:
-            each.grad = torch.zeros_like(each)
-        optimizer.step()
-    assert [(event.verb, event.numel) for event in events] == [("broadcast", 14), ("broadcast", 17)]
 
 
 @pytest.mark.parametrize(

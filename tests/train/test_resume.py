@@ -42,8 +42,7 @@ def kills(seed: int, moments: tuple[str, ...] = MOMENTS) -> list[dict]:
 
 
 def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
-    """Messages of the attempts after a kill on the step at which they resume."""
-    said = []
+    """The messages on the step at which the last attempt, which is not killed, resumes."""
     for fault in faults:
         outcome = attempt(2, recipe, fault)
         # The other one ends by itself: it was not killed for having outlived the case.
@@ -51,9 +50,7 @@ def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
         assert outcome.codes[1 - fault["rank"]] == 1
         assert outcome.errors[1 - fault["rank"]][0] == "CommError"
         recipe = recipe | {"resume": True}
-    last = complete(2, recipe)
-    said += [line for line in last.shown.splitlines() if line.startswith("resumed")]
-    return said
+    return [line for line in complete(2, recipe).shown.splitlines() if line.startswith("resumed")]
 
 
 def test_three_kills_leave_the_same_bits(tmp_path):

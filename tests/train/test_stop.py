@@ -55,14 +55,8 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(tmp_pat
     require_same_end(out, whole_run)
 
 
-def test_one_that_is_told_after_the_last_step_has_nothing_to_stop(tmp_path):
-    outcome = complete(2, tiny(tmp_path / "run", **SMALL), *term(6, 1))
-    assert outcome.results[0]["final"]["steps"] == 6
-    assert newest(tmp_path / "run").step == 6
-
-
 def test_one_that_is_told_before_the_first_step_takes_none(tmp_path):
-    """Nor does any other rank; there is nothing to save then."""
+    """Nor does any other rank; there is nothing to save then. After the last step there is nothing to stop."""
     recipe, early = tiny(tmp_path, **SMALL | {"steps": 2}), term(0, 1, when="build")
     for done in (0, 2):
         outcome = complete(2, recipe | {"steps": done + 1, "resume": True}, *early)
@@ -71,7 +65,8 @@ def test_one_that_is_told_before_the_first_step_takes_none(tmp_path):
         assert outcome.shown.splitlines()[-1] == said + "go on with --resume"
         assert log_of(tmp_path)[-1] == {"stopped": "SIGTERM", "step": done}
         assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"] * (done > 0)
-        complete(2, recipe | {"resume": True})
+        ended = complete(2, recipe | {"resume": True}, *([] if done else term(2, 1)))
+        assert ended.results[0]["final"]["steps"] == 2
     assert [row[0] for row in figures(tmp_path)] == [1, 2]
 
 
@@ -81,11 +76,8 @@ def test_a_second_order_ends_at_once_and_an_echo_does_not(tmp_path):
     assert complete(1, tiny(tmp_path / "a", **SMALL), *twice).results[0]["final"]["step"] == 3
     assert attempt(1, tiny(tmp_path / "b", **SMALL), *twice, echo=0.0).codes == [-signal.SIGTERM]
     assert not list_checkpoints(tmp_path / "b" / "checkpoints")
-
-
-def test_without_a_folder_sigterm_ends_as_ever(tmp_path):
-    recipe = tiny(tmp_path, **SMALL) | {"out": None, "save_every": None, "log_file": str(tmp_path / "log")}
-    assert attempt(1, recipe, *term(3, 0)).codes == [-signal.SIGTERM]
+    bare = tiny(tmp_path, **SMALL) | {"out": None, "save_every": None, "log_file": str(tmp_path / "log")}
+    assert attempt(1, bare, *term(3, 0)).codes == [-signal.SIGTERM]  # without a folder it ends as ever
 
 
 def stop_case(group) -> list[list[int]]:
