@@ -99,53 +99,41 @@ def test_the_total_is_the_total(in_tmp, capsys, quick_probe, monkeypatch):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """A folder with text and a run in it."""
+    """A folder with text, two runs, and the weights of the second in a file."""
     folder = tmp_path_factory.mktemp("begun")
     write_text(folder)
     complete(1, family("bert", folder, out=str(folder / "run"), steps=1))
     complete(1, family("gpt", folder, out=str(folder / "lm"), steps=1))
+    export_plain(newest(folder / "lm"), folder / "plain.safetensors")
     return folder
 
 
-OTHER = {
-    "--seed": ({"seed": 7}, "0", "7"),
-    "--batch-size": ({"batch_size": 6}, "12", "6"),
-    "--context": ({"context": 6, "max_context": 8}, "8", "6"),
-    "--precision": ({"precision": "bf16"}, "fp32", "bf16"),
-    "the model's num_layers": ({"num_layers": 3}, "", "3"),
-    "the model's dropout": ({"dropout": 0.5}, "0.1", "0.5"),
-    "the text's SHA-256": ({"data": ["other"]}, "", ""),
-    "the SHA-256 of the text's sentences": ({"data": ["cut"]}, "", ""),
-    "--mask-prob": ({"mask_prob": 0.3}, "0.15", "0.3"),
-}
+OTHER = (
+    ({"seed": 7}, "--seed was 0 there and is 7 now"),
+    ({"batch_size": 6}, "--batch-size was 12 there and is 6 now"),
+    ({"context": 6, "max_context": 8}, "--context was 8 there and is 6 now"),
+    ({"precision": "bf16"}, "--precision was fp32 there and is bf16 now"),
+    ({"num_layers": 3}, "the model's num_layers was 1 there and is 3 now"),
+    ({"dropout": 0.5}, "the model's dropout was 0.1 there and is 0.5 now"),
+    ({"data": ["other"]}, "the text's SHA-256 was .* there and is .* now"),
+    ({"data": ["cut"]}, "the SHA-256 of the text's sentences was .* there and is .* now"),
+    ({"mask_prob": 0.3}, "--mask-prob was 0.15 there and is 0.3 now"),
+)
 
 
-def refusals_case(group, recipes: list[dict]) -> list[str]:
-    """Message with which each is refused."""
-    found = []
-    for recipe in recipes:
-        try:
-            train_case(group, recipe, [])
-        except UserError as error:
-            found.append(str(error))
-    return found
+def other_runs_case(group, folder: str) -> None:
+    os.chdir(folder)
+    recipe = family("bert", Path(folder), out=f"{folder}/run", steps=2, resume=True)
+    for changes, said in OTHER:
+        with pytest.raises(UserError, match=f"^{folder}/run holds another run: {said}; resume with what it began"):
+            train_case(group, recipe | changes, [])
 
 
 def test_another_run_is_refused_by_name(begun):
     text = (begun / "text").read_text()
     (begun / "other").write_text(text.replace("model", "modal"))
     (begun / "cut").write_text(text.replace(".\nm", ".m\n"))  # the same letters, in other sentences
-    recipes = []
-    for changes, _, _ in OTHER.values():
-        recipe = family("bert", begun, out=str(begun / "run"), steps=2, resume=True)
-        changes = {k: [f"{begun}/{v[0]}"] if k == "data" else v for k, v in changes.items()}
-        recipes.append(recipe | changes)
-    found = ranks.run(refusals_case, 2, recipes=recipes)
-    assert found[0] == found[1]
-    for (name, (_, before, after)), line in zip(OTHER.items(), found[0], strict=True):
-        assert line.startswith(f"{begun / 'run'} holds another run: {name} was {before}"), line
-        assert f" there and is {after}" in line
-        assert line.endswith(" now; resume with what it began with, or name another folder with --out DIR")
+    ranks.run(other_runs_case, 2, folder=str(begun))
     assert len(list_checkpoints(begun / "run" / "checkpoints")) == 1  # none was set aside
 
 
@@ -205,10 +193,7 @@ def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path):
     with locked(tmp_path) as lock:
         print("process 4711", file=lock, flush=True)
         line = attempt(2, tiny(tmp_path, **ONE), timeout=ranks.COLLECTIVE_TIMEOUT).line
-    said = (
-        f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another folder with --out DIR"
-    )
-    assert line == said
+    assert line.startswith(f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another ")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_is_learned(tmp_path):
@@ -221,8 +206,6 @@ def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_
 @pytest.mark.parametrize("layout", ["gpt dp2 zero3", "gpt pp2"])
 def test_a_run_begins_with_given_weights_in_any_layout(begun, tmp_path, layout):
     path = begun / "plain.safetensors"
-    if not path.exists():
-        export_plain(newest(begun / "lm"), path)
     # Nothing is learned at a rate of 0: what is saved is what it began with.
     recipe = family(layout, begun, out=str(tmp_path), steps=1, lr=0.0, seed=5, weights=str(path))
     complete(ranks_of(layout), recipe)
@@ -231,8 +214,7 @@ def test_a_run_begins_with_given_weights_in_any_layout(begun, tmp_path, layout):
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(begun):
-    path = begun / "lm.safetensors"
-    export_plain(newest(begun / "lm"), path)
+    path = begun / "plain.safetensors"
     recipe = family("gpt pp2", begun, steps=1, log_file=str(begun / "log"), weights=str(path))
     said = attempt(2, recipe | {"num_layers": 4}, timeout=ranks.COLLECTIVE_TIMEOUT).line
     assert said.startswith(f"{path} does not fit the model: it has no blocks.2.")
@@ -245,12 +227,12 @@ def test_a_restart_by_torchrun_goes_on_without_being_told(in_tmp, monkeypatch):
     monkeypatch.setattr(training, "probe", made_up)
     recipe = Recipe.of(**TINY | ONE | {"data": ("random",), "out": in_tmp / "run"})
     work(Place(), recipe)
-    with pytest.raises(UserError, match="go on from it with --resume"):
-        work(Place(), recipe)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(os, "getppid", lambda: 1)  # a launcher that was refused, and tries again
-        with pytest.raises(UserError, match="go on from it with --resume"):
-            work(Place(attempt="1"), recipe)
+    # A launcher that was refused, and tries again, has another number than the one that began the run.
+    for place, parent in ((Place(), os.getppid()), (Place(attempt="1"), 1)):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(os, "getppid", lambda parent=parent: parent)
+            with pytest.raises(UserError, match="go on from it with --resume"):
+                work(place, recipe)
     work(Place(attempt="1"), recipe)
     assert [line["resumed"] for line in log_of(in_tmp / "run") if "resumed" in line] == [3]
 
