@@ -1,4 +1,4 @@
-"""An expert layer by sort against the one-hot formulation, gradients included, and against values by hand."""
+"""An expert layer by sort against the one-hot formulation, gradients included, and by hand; models with such layers."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.cost.flops import forward_flops, model_flops
+from cs336_systems.data.corpus import Batch
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 from tests.support.tolerances import bound, likely_bound, relative_error
 
@@ -121,22 +124,11 @@ def test_sort_equals_einsum_in_low_precision(precision, wide):
         layers = [build({}, dtype, gating_fp32=wide, dispatch=each, **route) for each in ("sort", "einsum")]
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             got, want = (outcome(layer, some_x(dtype=dtype)) for layer in layers)
-            logits = layers[0].logits(some_x(dtype=dtype).flatten(0, 1))
+            logits = layers[0].logits(x := some_x(dtype=dtype).flatten(0, 1))
         assert_alike(got, want, tolerance)
         assert got["y"].dtype == low
         assert logits.dtype == (torch.float32 if wide else low)
-
-
-def test_the_router_computes_in_float32_what_it_is_asked_in_bfloat16():
-    layer, x = build(dtype=torch.bfloat16), some_x(dtype=torch.bfloat16)[0]
-    assert torch.equal(layer.logits(x), x.float() @ layer.router.weight.float().T)
-
-
-def with_weights_of(layer: MoELayer, expert: int = 0) -> FeedForward:
-    """A dense feed-forward with the weights of one expert."""
-    dense = FeedForward(replace(layer.config, d_ff=HIDDEN)).double()
-    dense.load_state_dict({name: p[expert] for name, p in layer.experts.state_dict().items()})
-    return dense
+        assert not wide or torch.equal(logits, x.float() @ layers[0].router.weight.float().T)
 
 
 @pytest.mark.parametrize("dispatch", ["sort", "einsum"])
@@ -145,9 +137,10 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(dispatch):
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.weight[2] = 100.0
-    x = some_x().abs()
-    got = outcome(layer, x)
-    assert relative_error(got["y"], with_weights_of(layer, 2)(x).detach()) < ROUNDING
+    dense = FeedForward(replace(layer.config, d_ff=HIDDEN)).double()
+    dense.load_state_dict({name: p[2] for name, p in layer.experts.state_dict().items()})
+    got = outcome(layer, some_x().abs())
+    assert relative_error(got["y"], dense(some_x().abs()).detach()) < ROUNDING
     for name, gradient in got.items():
         if name.startswith("experts"):
             assert gradient[2].any()
@@ -190,3 +183,77 @@ def test_keyed_noise_is_a_rows_own_whatever_its_microbatch(policy):
     layer.layer = 3  # another layer draws other numbers
     assert not torch.equal(layer(x, None, dropout_key(5, 6, torch.arange(4))), whole)
     assert torch.equal(layer.eval()(x), layer(x, None, dropout_key(5, 7, torch.arange(4))))
+
+
+TOKENS = torch.randint(19, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(mixture: Mixture, **changes) -> TransformerLM:
+    model = TransformerLM(replace(TOY, **changes, mixture=mixture))
+    model.init_weights(seed=0)
+    return model
+
+
+def losses_of(model: TransformerLM, key: Tensor | None) -> list[Tensor]:
+    """The loss and all gradients."""
+    batch = Batch(TOKENS, TOKENS)
+    loss = model.losses(model.run_blocks(batch, key=key), batch, "mean").tokens
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("mode", ["segments", "nested"])
+def test_recompute_changes_no_bit(mode, keyed):
+    found = []
+    for seed, recompute in enumerate(("none", mode)):
+        for policy in ("sampling", "random"):
+            torch.manual_seed(seed if keyed else 0)  # which noise with a key does not come from
+            mixture = Mixture(second_policy=policy, capacity_factor=1.0, aux_weight=0.5)
+            key = dropout_key(0, 0, torch.arange(2)) if keyed else None
+            found.append(losses_of(model_of(mixture, recompute=recompute), key))
+    for plain, recomputed in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_every_kth_layer_has_experts_which_learn():
+    for every, kinds in ((1, "EEEE"), (2, "-E-E"), (3, "--E-")):
+        model = model_of(Mixture(shared_expert=True), expert_every=every)
+        assert "".join("E" if isinstance(b.feed_forward, MoELayer) else "-" for b in model.blocks) == kinds
+    losses_of(model, None)
+    layer = model.blocks[2].feed_forward
+    assert all(p.grad.any() for p in (layer.router.weight, layer.experts.up.weight, layer.shared.up.weight))
+    assert layer.layer == 2
+
+
+def test_the_padding_mask_reaches_the_experts():
+    for masked, tokens in ((False, 14), (True, 11)):
+        model = model_of(Mixture(mask_padding=masked))
+        model(TOKENS, None, PADDING)
+        assert model.blocks[1].feed_forward.load.wanted.sum(1).tolist() == [tokens, tokens]
+
+
+def test_an_experts_first_weights_depend_on_its_global_number_alone():
+    name, device = "blocks.1.feed_forward.experts.down.weight", torch.device("cpu")
+    model = TransformerLM(TOY, "meta")
+    whole = model.initial_weight(name, torch.Size((4, 8, 24)), 5, device)
+    model.blocks[1].feed_forward.experts.first = 2
+    part = model.initial_weight(name, torch.Size((2, 8, 24)), 5, device)
+    assert torch.equal(part, whole[2:])
+    assert not any(torch.equal(whole[i], whole[j]) for i in range(4) for j in range(i))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_experts_survive_compilation():
+    # One layer, as to trace one takes seconds; a dense one is compiled in tests/benchmarks/test_gate.py.
+    model = model_of(Mixture(), num_layers=1, expert_every=1)
+    want = model(TOKENS)
+    got = torch.compile(model, backend="eager")(TOKENS)
+    assert relative_error(got, want) < bound(torch.float32, stages=20, longest_sum=24)
+
+
+def test_whatever_computes_a_model_it_asks_for_the_same_work():
+    sort, einsum = (replace(TOY, mixture=Mixture(dispatch=way, capacity_factor=1.0)) for way in ("sort", "einsum"))
+    assert model_flops(sort, 2, 7) == model_flops(einsum, 2, 7) == sum(forward_flops(sort, 2, 7).values()) * 3
+    assert sum(forward_flops(einsum, 2, 7).values()) > sum(forward_flops(sort, 2, 7).values())

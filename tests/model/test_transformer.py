@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -77,25 +78,25 @@ def test_equals_the_plain_transformer_gradients_included(changes, attention, pad
     assert relative_error(got, want) < ROUNDING
 
 
+def renamed(model: torch.nn.Module, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, each part of whose names is this library's."""
+    for name, p in model.named_parameters():
+        yield ".".join(names.get(part, part) for part in name.split(".")), p.detach()
+
+
 def test_equals_gpt2():
     transformers = pytest.importorskip("transformers")
     gpt2 = transformers.GPT2Config(vocab_size=19, n_positions=7, n_embd=24, n_layer=2, n_head=4, n_inner=40)
     theirs, ours = randomized(transformers.GPT2LMHeadModel(gpt2)), TransformerLM(replace(TOY, **GPT2)).double()
-    with torch.no_grad():
-        wte, wpe = theirs.transformer.wte.weight, theirs.transformer.wpe.weight
-        state = {"embedding.tokens.weight": wte, "embedding.positions.weight": wpe}
-        for i, block in enumerate(theirs.transformer.h):
-            qkv_weight, qkv_bias = block.attn.c_attn.weight.T.chunk(3), block.attn.c_attn.bias.chunk(3)
-            qkv = zip(("query", "key", "value"), qkv_weight, qkv_bias, strict=True)
-            pieces = {f"attention.{name}": (weight, bias) for name, weight, bias in qkv}
-            pieces["attention.out"] = (block.attn.c_proj.weight.T, block.attn.c_proj.bias)
-            pieces["feed_forward.up"] = (block.mlp.c_fc.weight.T, block.mlp.c_fc.bias)
-            pieces["feed_forward.down"] = (block.mlp.c_proj.weight.T, block.mlp.c_proj.bias)
-            pieces["attention_norm"] = (block.ln_1.weight, block.ln_1.bias)
-            pieces["feed_forward_norm"] = (block.ln_2.weight, block.ln_2.bias)
-            for name, (weight, bias) in pieces.items():
-                state |= {f"blocks.{i}.{name}.weight": weight, f"blocks.{i}.{name}.bias": bias}
-        state |= {"final_norm.weight": theirs.transformer.ln_f.weight, "final_norm.bias": theirs.transformer.ln_f.bias}
+    names = {"wte": "embedding.tokens", "wpe": "embedding.positions", "h": "blocks", "attn": "attention"}
+    names |= {"mlp": "feed_forward", "c_fc": "up", "c_proj": "out"}
+    names |= {"ln_1": "attention_norm", "ln_2": "feed_forward_norm", "ln_f": "final_norm"}
+    state = {}
+    for name, p in renamed(theirs.transformer, names):
+        # Their linear layers are (in, out), and those of queries, keys and values are one.
+        parts = (p.T if name.startswith("blocks") and p.dim() == 2 else p).chunk(3 if "c_attn" in name else 1)
+        for part, each in zip(("query", "key", "value"), parts, strict=False):
+            state[name.replace("c_attn", part).replace("feed_forward.out", "feed_forward.down")] = each
     ours.load_state_dict(state)
     tokens, _ = inputs(TOY)
     assert relative_error(ours(tokens), theirs(tokens).logits) < ROUNDING
@@ -113,11 +114,7 @@ def test_equals_llama():
     names |= {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate"}
     names |= {"up_proj": "up", "down_proj": "down", "input_layernorm": "attention_norm", "norm": "final_norm"}
     names |= {"post_attention_layernorm": "feed_forward_norm", "lm_head": "head"}
-    state = {
-        ".".join(names.get(part, part) for part in name.removeprefix("model.").split(".")): p
-        for name, p in theirs.named_parameters()
-    }
-    ours.load_state_dict(state)
+    ours.load_state_dict({name.removeprefix("model."): p for name, p in renamed(theirs, names)})
     tokens, _ = inputs(config)
     # Llama's library computes its rotary angles in float32: position times rate, then cosine and sine, at size <= 7.
     angle_error = bound(torch.float32, stages=3) * config.context_length

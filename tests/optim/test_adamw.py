@@ -80,31 +80,6 @@ def test_load_hooks_see_and_change_the_state(cls):
         second.load_state_dict(saved)
 
 
-def test_closure_state_and_groups():
-    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AdamW([{"params": [p], "lr": 0.0}, {"params": [q]}], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (p**2 + q**2).sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 6.0
-    assert torch.equal(p, torch.ones(3))
-    assert not torch.equal(q, torch.ones(3))
-
-    p2, q2 = nn.Parameter(p.detach().clone()), nn.Parameter(q.detach().clone())
-    resumed = AdamW([{"params": [p2]}, {"params": [q2]}])
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as if through a file
-    for a, b in ((p, p2), (q, q2)):
-        a.grad, b.grad = torch.full((3,), 0.3), torch.full((3,), 0.3)
-    optimizer.step()
-    resumed.step()
-    assert torch.equal(p, p2)
-    assert torch.equal(q, q2)
-
-
 def test_what_cannot_be_done_is_refused():
     p = nn.Parameter(torch.ones(1, dtype=torch.float16))
     p.grad = torch.zeros_like(p)  # torch makes it NaN: eps is 0 in float16, and 0 / 0 no number

@@ -29,6 +29,10 @@ from tests.support.traffic_cases import (
 )
 
 DEEP = {"num_layers": 4}
+EXPERTS = {"num_experts": 4}
+SHARED = GPT | EXPERTS | {"mixture": {"shared_expert": True, "expert_d_ff": 64, "aux_scope": "global"}}
+EVERY = LLAMA | EXPERTS | {"expert_every": 1, "mixture": {"top_k": 1, "capacity_factor": 0.75}}
+EINSUM = EXPERTS | {"mixture": {"dispatch": "einsum", "capacity_factor": 1.5, "aux_scope": "global"}}
 ON_TWO = [
     ({}, {"tp": 2}),
     (LLAMA, {"tp": 2, "sequence": True}),
@@ -41,6 +45,13 @@ ON_TWO = [
     (LLAMA | {"recompute": "attention"}, {"cp": 2}),
     ({"dropout": 0.1}, {"cp": 2, "cp_type": "gather", "zero": 2}),
     (LLAMA, {"cp": 2, "cp_type": "ulysses"}),
+    *((model, {"ep": 2}) for model in (EVERY, EINSUM)),
+    (SHARED, {"zero": 3}),
+    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("segments", "nested")),
+    (EVERY, {"tp": 2, "sequence": True}),
+    (EXPERTS | DEEP | {"recompute": "segments", "recompute_every": 3}, {"tp": 2}),
+    # A router that is the last in the list of layers.
+    (EXPERTS | {"expert_every": 1, "recompute": "segments"}, {"zero": 3}),
 ]
 ON_FOUR = [
     (BERT, {"tp": 2, "pp": 2, "sequence": True, "m": 3}),
@@ -50,32 +61,13 @@ ON_FOUR = [
     (BERT | {"recompute": "nested"}, {"pp": 2, "zero": 3, "m": 2}),
     (LLAMA, {"tp": 2, "cp": 2, "sequence": True}),
     (LLAMA, {"pp": 2, "cp": 2, "zero": 1, "m": 2}),
-]
-
-
-EXPERTS = {"num_experts": 4}
-SHARED = GPT | EXPERTS | {"mixture": {"shared_expert": True, "expert_d_ff": 64, "aux_scope": "global"}}
-EVERY = LLAMA | EXPERTS | {"expert_every": 1, "mixture": {"top_k": 1, "capacity_factor": 0.75}}
-EINSUM = EXPERTS | {"mixture": {"dispatch": "einsum", "capacity_factor": 1.5, "aux_scope": "global"}}
-SPARSE_ON_TWO = [
-    *((model, {"ep": 2}) for model in (EVERY, EINSUM)),
-    (SHARED, {"zero": 3}),
-    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("segments", "nested")),
-    (EVERY, {"tp": 2, "sequence": True}),
-    (EXPERTS | DEEP | {"recompute": "segments", "recompute_every": 3}, {"tp": 2}),
-    # A router that is the last in the list of layers.
-    (EXPERTS | {"expert_every": 1, "recompute": "segments"}, {"zero": 3}),
-]
-SPARSE_ON_FOUR = [
     (SHARED, {"tp": 2, "ep": 2, "sequence": True}),
     (SHARED, {"ep": 2, "zero": 3, "m": 1}),
     # The first stage has no experts.
     (EXPERTS, {"pp": 2, "ep": 2, "zero": 2}),
 ]
-
-
 SOME = ("flat FB", "zero 1 FB", "zero 2 FB", "zero 3 FFBFBB", "sharded flat", "sharded whole")
-STRATEGIES = {2: (ON_TWO + SPARSE_ON_TWO, list(WRAPPERS)), 4: (ON_FOUR + SPARSE_ON_FOUR, SOME)}  # by ranks
+STRATEGIES = {2: (ON_TWO, list(WRAPPERS)), 4: (ON_FOUR, SOME)}  # by ranks
 
 
 @pytest.mark.parametrize("ranks", STRATEGIES)
@@ -85,16 +77,13 @@ def test_ranks_send_what_one_observes_alone(ranks):
     layouts, wrappers = STRATEGIES[ranks]
     steps = [(changes, settings(ranks, **degrees)) for changes, degrees in layouts]
     seen: dict[tuple[int, int], list] = {}
-
-    def alone(step: tuple, rank: int) -> list:
-        if (id(step), rank) not in seen:
-            seen[id(step), rank] = observed(*step, rank)
-        return seen[id(step), rank]
-
     for rank, (layouts_sent, wrappers_sent) in enumerate(run(strategies_case, ranks, layouts=steps, wrappers=wrappers)):
-        for step, sent in zip(steps, layouts_sent, strict=True):
+        for number, (step, sent) in enumerate(zip(steps, layouts_sent, strict=True)):
             of_stage = 1 if step[1].get("zero") else ranks // step[1].get("pp", 1)
-            assert sent == alone(step, rank // of_stage * of_stage), (rank, step)
+            first = rank // of_stage * of_stage
+            if (number, first) not in seen:
+                seen[number, first] = observed(*step, first)
+            assert sent == seen[number, first], (rank, step)
         with fake_ranks(rank, ranks) as group:
             for name, sent, wanted in zip(wrappers, wrappers_sent, wrapper_case(group, wrappers), strict=True):
                 assert sent == wanted, (rank, name)
@@ -146,31 +135,6 @@ def test_what_fsdp_gathers_by_hand():
     by_hand = {"embedding": 3, "first": 2, "shared": 3, "unused": 2, "last": 2}
     found = Counter(event.label for event in events if event.verb == "all-gather")
     assert found == {f"{name}.weight": times for name, times in by_hand.items()}
-
-
-class Lent(nn.Module):
-    """A table that is read before the last of some layers, all of which are registered after it."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.table, self.layers = nn.Embedding(3, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[-1](self.layers[:-1](x) + self.table.weight)
-
-
-@pytest.mark.parametrize(("layers", "table"), [(2, 2), (3, 4)])
-def test_how_far_ahead_weights_are_gathered(layers, table):
-    """The table that is read after one layer is gathered once each way. After two layers, the second has dropped it in
-    forward; and backward, three layers after it, has not come to it yet, and gathers it when its gradient is complete,
-    in vain: twice each way."""
-    with fake_ranks(0, 2), record() as events:
-        model = FSDP(Lent(layers))
-        model(torch.ones(3, 4)).sum().backward()
-        model.finish_gradient_synchronization()
-    names = ["table.weight", *(f"layers.{n}.weight" for n in range(layers))]
-    found = Counter(event.label for event in events if event.verb == "all-gather")
-    assert found == dict.fromkeys(names, 2) | {names[0]: table}
 
 
 @pytest.mark.parametrize(

@@ -57,54 +57,48 @@ def test_laps_add_up_by_name_and_an_outer_timer_includes_the_inner():
         timers.reset()
         timers.clock.pass_(4)
     assert timers.by_rank() == {"iteration": [7.0]}
-
-
-def test_alone_there_is_nobody_to_wait_for():
-    timers = clocked(CPU, clock=Clock())
-    with record() as events, timers.collective("all-reduce"):
+    timers.reset()
+    with record() as events, timers.collective("all-reduce"):  # alone there is nobody to wait for
         timers.clock.pass_(5)
     assert not events
     assert timers.by_rank() == {"all-reduce-wait": [0.0], "all-reduce": [5.0]}
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """Calls of a GPU's timer, in a list, with a stream whose time is the fake clock's."""
-    gpu = SimpleNamespace(calls=[], clock=Clock())
+def test_a_gpu_is_not_waited_for_before_the_report(monkeypatch):
+    """The stream's time is the fake clock's; the timer's calls are in a list."""
+    calls, clock = [], Clock()
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self, stream: str) -> None:
-            gpu.calls.append(f"event on {stream}")
-            self.ns = gpu.clock.ns
+            calls.append(f"event on {stream}")
+            self.ns = clock.ns
 
         def elapsed_time(self, other: "Event") -> float:
-            assert gpu.calls[-1].startswith("synchronise"), "the stream may not have come here yet"
+            assert calls[-1].startswith("synchronise"), "the stream may not have come here yet"
             return (other.ns - self.ns) / MS
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.calls.append(f"synchronise {device}"))
-    return gpu
-
-
-def test_a_gpu_is_not_waited_for_before_the_report(fake_gpu):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"synchronise {device}"))
     timers = clocked(GPU, clock=lambda: pytest.fail("the host's clock knows nothing of the stream"))
-    for _ in range(2):
+
+    def forward(milliseconds: float) -> None:
         with timers("forward"):
-            fake_gpu.clock.pass_(3)
-        fake_gpu.clock.pass_(100)
-    assert fake_gpu.calls == ["event on the stream of cuda"] * 4
+            clock.pass_(milliseconds)
+        clock.pass_(100)
+
+    forward(3)
+    forward(3)
+    assert calls == ["event on the stream of cuda"] * 4
     assert timers.milliseconds() == timers.milliseconds() == {"forward": 6.0}
-    assert fake_gpu.calls[4:] == ["synchronise cuda"]  # and once only
-    with timers("forward"):
-        fake_gpu.clock.pass_(1)
+    assert calls[4:] == ["synchronise cuda"]  # and once only
+    forward(1)
     timers.reset()
     assert timers.milliseconds() == {}
-    with timers("forward"):
-        fake_gpu.clock.pass_(2)
+    forward(2)
     assert timers.milliseconds() == {"forward": 2.0}  # without the lap that was never read
 
 

@@ -264,21 +264,18 @@ def layout_case(group, folder: str, layout: dict) -> None:
 
 
 LAYOUTS = {
-    "lm": ({"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}),
-    "packed": ({"cp": 2, "tp": 2},),
-    "bert": ({"tp": 2, "pp": 2, "micro_batch_size": 2},),
+    "lm": (4, {"dp": 2, "zero": 3}, {"pp": 2, "chunks": 2, "micro_batch_size": 2}),
+    "bert": (2, {"tp": 2, "pp": 2, "micro_batch_size": 2}),
 }
-LAYERS = {"lm": 4, "packed": 1, "bert": 2}
 
 
 @pytest.mark.parametrize("objective", LAYOUTS)
 def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, objective):
     write_text(tmp_path)
-    logs = []
-    for layout in ({}, *LAYOUTS[objective]):
+    (num_layers, *layouts), logs = LAYOUTS[objective], []
+    for layout in ({}, *layouts):
         sizes = {axis: layout.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
-        kind = {"objective": "lm", "pack": True} if objective == "packed" else {"objective": objective}
-        settings = layout | kind | {"num_layers": LAYERS[objective]}
+        settings = layout | {"objective": objective, "num_layers": num_layers}
         ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=settings)
         header, *lines = lines_of(tmp_path / "log")
         assert header["mesh"] == {"ep": 1} | sizes
