@@ -5,12 +5,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as F
 
 from cs336_systems.errors import UserError
+from cs336_systems.model import transformer
 from cs336_systems.model.attention import attention_bias
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, model_preset
@@ -123,20 +125,14 @@ def test_equals_llama():
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-def test_a_row_of_padding_alone_stays_finite(attention, precision, monkeypatch):
+def test_a_row_of_padding_alone_stays_finite(attention, precision):
     """Fused attention gets a finite mask, also in half precision: float32's lowest number rounds to minus infinity
     there, and some kernels turn a row of those into NaN."""
-    masks, true_attention = [], torch.nn.functional.scaled_dot_product_attention
-
-    def noted(q, k, v, attn_mask, **options):
-        masks.append(attn_mask)
-        return true_attention(q, k, v, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", noted)
     model = build(replace(TOY, causal=False, attention=attention)).to(torch.float32 if precision else torch.float64)
-    tokens, _ = inputs(TOY)
-    with torch.autocast("cpu", precision) if precision else nullcontext():
+    (tokens, _), low = inputs(TOY), torch.autocast("cpu", precision) if precision else nullcontext()
+    with patch("torch.nn.functional.scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused, low:
         output = model(tokens, None, torch.tensor([[True] * 6, [False] * 6]))
+    masks = [call.kwargs["attn_mask"] for call in fused.call_args_list]
     output.float().sum().backward()
     assert output.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -144,56 +140,44 @@ def test_a_row_of_padding_alone_stays_finite(attention, precision, monkeypatch):
     assert all(mask.isfinite().all() for mask in masks)
 
 
+def step(model: TransformerLM, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and all gradients in one."""
+    loss = lm_loss(model, tokens, targets)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 @pytest.mark.parametrize("changes", [LLAMA, BERT], ids=["llama", "bert"])
 @pytest.mark.parametrize("mode", ["segments", "nested", "attention"])
 def test_checkpointing_changes_no_bit(mode, changes):
-    losses, gradients = [], []
+    found = []
     for chosen in ("none", mode):
         torch.manual_seed(1)
         config = replace(TOY, **changes, num_layers=5, recompute=chosen, recompute_every=2, dropout=0.2)
-        model = TransformerLM(config)
-        tokens, _ = inputs(config)
-        loss = lm_loss(model, tokens, tokens)
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert torch.equal(*losses)
-    assert torch.equal(*gradients)
+        model, (tokens, _) = TransformerLM(config), inputs(config)
+        found.append(step(model, tokens, tokens))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_checkpointing_runs_blocks_again(monkeypatch):
-    segments = []
-
-    def noted(function, span, x):
-        segments.append(span)
-        return checkpoint(function, span, x, use_reentrant=False)
-
-    monkeypatch.setattr("cs336_systems.model.transformer.recompute", noted)
+def test_checkpointing_runs_blocks_again():
     tokens, _ = inputs(TOY)
-    TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
-    assert segments == [range(0, 2), range(2, 4), range(4, 5)]
-    with torch.no_grad():
-        TransformerLM(replace(TOY, recompute="segments"))(tokens)
-    assert len(segments) == 3  # nothing is kept for backward, so nothing is worth recomputing
+    with patch("cs336_systems.model.transformer.recompute", wraps=transformer.recompute) as again:
+        TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
+        assert [call.args[1] for call in again.call_args_list] == [range(0, 2), range(2, 4), range(4, 5)]
+        with torch.no_grad():
+            TransformerLM(replace(TOY, recompute="segments"))(tokens)
+    assert again.call_count == 3  # nothing is kept for backward, so nothing is worth recomputing
 
 
-def test_dropout_acts_everywhere_it_should(monkeypatch):
-    calls = []
-    true_dropout = torch.nn.functional.dropout
-
-    def noted(x, p, training=True):
-        calls.append((tuple(x.shape), p if training else 0.0))
-        return true_dropout(x, p, training)
-
-    monkeypatch.setattr("torch.nn.functional.dropout", noted)
-    model = TransformerLM(replace(TOY, dropout=0.5))
-    tokens, _ = inputs(TOY)
+def test_dropout_acts_everywhere_it_should():
+    model, (tokens, _) = TransformerLM(replace(TOY, dropout=0.5)), inputs(TOY)
     stream, weights = ((2, 6, 24), 0.5), ((2, 4, 6, 6), 0.5)
-    model(tokens)
-    assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; then each block's weights and branches
-    calls.clear()
-    model.eval()(tokens)
-    assert not calls
+    with patch("torch.nn.functional.dropout", wraps=F.dropout) as drop:
+        model(tokens)
+        calls = [(tuple(call.args[0].shape), call.args[1]) for call in drop.call_args_list]
+        assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; each block's weights and branches
+        model.eval()(tokens)
+    assert drop.call_count == len(calls)
 
 
 def test_initial_weights():
@@ -217,15 +201,8 @@ def test_fused_kernels_change_nothing(changes):
     fused = TransformerLM(replace(config, kernels="triton", attention="flash"))
     fused.load_state_dict(plain.state_dict())
     tokens, targets = torch.randint(config.vocab_size, (2, 1, 7))
-    losses = [lm_loss(model, tokens, targets) for model in (fused, plain)]
-    for loss in losses:
-        loss.backward()
-    tolerance = bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
-    assert relative_error(losses[0].detach(), losses[1].detach()) < tolerance
-    got, want = (
-        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) for model in (fused, plain)
-    )
-    assert relative_error(got, want) < tolerance
+    for got, want in zip(step(fused, tokens, targets), step(plain, tokens, targets), strict=True):
+        assert relative_error(got, want) < bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
 
 
 def test_what_cannot_be_computed_is_refused():
