@@ -18,7 +18,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
 from tests.support import ranks
-from tests.support.garble import garbled, inner, places, replaced
+from tests.support.garble import inner, places
 from tests.support.layout_cases import assemble, load, write_text
 from tests.support.state_cases import (
     ALL,
@@ -190,21 +190,24 @@ def damages_case(group, folder: str) -> list[str]:
     good = json.loads(path.read_bytes())["manifest"]
     wanted = [each.tensor.clone() for each in checkpoints.state.pieces()[0]], (0, trainer.scaler.state_dict())
     values = (None, "x", [], {}, -1, 0.5, True, 10**400, [1], {"x": 1})
-    # All that can be wrong with what the trainer counts, and much else by chance.
-    bodies = [body for *_, body in garbled(good, ("state", "trainer"), values)]
-    for number, part in enumerate(("", "state") * 60):
-        place = draw.choice([each for each in places(good) if each[0] == part or not part])
-        bodies.append(replaced(good, place, draw.choice(values)) if number % 3 else deepcopy(good))
-        if number % 3 == 0:
-            del inner(bodies[-1], place[:-1])[place[-1]]
-    for number, body in enumerate(bodies):
+    # All that can be wrong with what the trainer counts, and with much else by chance.
+    counts = len(list(places(good["state"]["trainer"]))) * len(values)
+    for number in range(counts + 120):
+        body = deepcopy(good)
+        part = body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))
+        found = list(places(part))
+        *above, key = found[number // len(values)] if number < counts else draw.choice(found)
+        owner = inner(part, above)
+        owner[key] = values[number % len(values)] if number < counts else draw.choice(values)
+        if number >= counts and number % 3 == 0:
+            del owner[key]
         path.write_bytes(to_text(body))
         try:
             checkpoints.restore()
         except UserError as error:
             said.append(str(error))
         else:
-            assert (trainer.skipped, trainer.scaler.state_dict()) == wanted[1], number
+            assert (trainer.skipped, trainer.scaler.state_dict()) == wanted[1], (number, key)
             assert all(torch.equal(a.tensor, b) for a, b in zip(checkpoints.state.pieces()[0], wanted[0], strict=True))
     path.write_bytes(to_text(good))
     checkpoint = open_checkpoint(path.parent)
