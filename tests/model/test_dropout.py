@@ -44,11 +44,6 @@ def test_splitmix64_gives_its_published_numbers():
     assert _mix(torch.tensor([_signed(s % 2**64) for s in states])).tolist() == [_signed(n) for n in published]
 
 
-def binomial_bound(coins: int, p: float) -> float:
-    """How far a count may lie from its mean: Bernstein's inequality, solved for the distance."""
-    return RARE / 3 + math.sqrt(RARE**2 / 9 + 2 * RARE * coins * p * (1 - p))
-
-
 def level(seed: int, step: int, row: int, site: str, position: int, feature: int) -> int:
     """The definition in plain Python: an element of (batch position feature) survives every p up to this over 2^32."""
 
@@ -71,15 +66,6 @@ def test_the_mask_is_its_definition_to_the_last_bit():
         mine, u = dropout_key(seed, step, torch.tensor([row])), level(*place)
         for p, survives in ((u / 2**32, True), ((u + 1) / 2**32, False)):
             assert (drop(ones, p, mine, site, (position, feature)).item() != 0) == survives
-
-
-@pytest.mark.parametrize("p", [0.003, 0.5])
-def test_the_share_that_is_kept(p):
-    mask = kept(p, 16, 128, 512)
-    for axes in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # all, and every row, position and feature by itself
-        counts = mask.sum(dim=axes)
-        coins = mask.numel() // counts.numel()
-        assert abs(counts - coins * (1 - p)).max() <= binomial_bound(coins, p)
 
 
 def correlation(*masks: Tensor) -> float:

@@ -116,9 +116,8 @@ def test_what_no_mixture_has_is_refused():
             parse(line)
 
 
-@pytest.mark.parametrize(
-    ("settings", "tokens", "training", "slots"),
-    [
+def test_capacity():
+    for settings, tokens, training, slots in (
         ({}, 100, True, None),
         ({"eval_fraction": 0.05}, 2060, False, 103),  # 103.00000000000001 in floats
         ({"eval_fraction": 0.05}, 2061, False, 104),
@@ -134,8 +133,5 @@ def test_what_no_mixture_has_is_refused():
         ({"capacity_factor": 1e308}, 800, True, 800),
         ({"capacity_factor": 2.0}, 0, True, 0),
         ({"capacity_factor": 2.0, "eval_fraction": 0.25}, 100, False, 25),
-    ],
-    ids=str,
-)
-def test_capacity(settings, tokens, training, slots):
-    assert Mixture(**settings).capacity(tokens, 8, training) == slots
+    ):
+        assert Mixture(**settings).capacity(tokens, 8, training) == slots, (settings, tokens)

@@ -45,9 +45,8 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_numbers(ranks, settings,
     Recipe.of(pp=2, batch_size=3, micro_batch_size=1, schedule="zbv").check(model_preset("tiny"), 2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "batch", "micro"),
-    [
+def test_batches():
+    for ranks, settings, batch, micro in (
         (1, {}, 16, 16),  # the preset's batch, at once
         (4, {}, 16, 4),  # a rank's rows
         (1, {"size": "bert-345m"}, 4, 4),
@@ -60,11 +59,9 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_numbers(ranks, settings,
         (2, {"pp": 2, "batch_size": 40}, 40, 5),
         (2, {"pp": 2, "batch_size": 46}, 46, 2),  # 5 at most, of which 2 divides 46
         (2, {"pp": 2, "batch_size": 7}, 7, 1),
-    ],
-)
-def test_batches(ranks, settings, batch, micro):
-    layout = Recipe.of(**settings).layout(ranks)
-    assert (layout.global_batch, layout.micro_batch) == (batch, micro)
+    ):
+        layout = Recipe.of(**settings).layout(ranks)
+        assert (layout.global_batch, layout.micro_batch) == (batch, micro), (ranks, settings)
 
 
 def test_the_warm_up_is_a_number_of_steps_or_a_share():
