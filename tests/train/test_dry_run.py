@@ -101,7 +101,7 @@ def test_a_tensor_too_large_to_count_is_refused():
 
 
 def test_the_tables_of_a_dry_run():
-    said = shown(4, size="small", num_layers=4, tp=2, pp=2, batch_size=4, micro_batch_size=1, context=16)
+    said = shown(4, size="small", num_layers=2, tp=2, pp=2, batch_size=4, micro_batch_size=1, context=16)
     assert "small (2024): parameters and memory of a rank" in said
     assert "tp 2 x pp 2 x dp 1, ZeRO stage 0, fp32, 10,000 words." in said
     assert "│ 0 │ pp │ send │ 4 │" in said
