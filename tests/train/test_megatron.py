@@ -77,7 +77,8 @@ def words(text: str) -> tuple[str, str]:
 )
 def test_the_examples_of_today_are_the_models_that_they_are_named_after(line, ranks, preset, changes):
     given = main.make_context("train", f"{line} {EXAMPLE_RUN}".split()).params
-    recipe = Recipe.of(**{name: value for name, value in given.items() if name != "more_data"})
+    assert not given.pop("more_data"), "a value that its option did not take"
+    recipe = Recipe.of(**given)
     config, meant = recipe.model_config(), model_preset(preset)
     recipe.check(config, ranks)
     assert replace(config, attention="naive") == meant.override(**changes)
@@ -182,6 +183,7 @@ def test_the_option_string_of_the_study(size):
             "ignored: --finetune, --no-load-optim (a checkpoint is written and read whole)\n"
             "ignored: --num-workers 2 (it says how Megatron-LM computes, not what)",
         ),
+        ("--num-workers=2 --fp16", "--precision fp16", "ignored: --num-workers 2 (it says how Megatron-LM computes"),
         ("--init-method-std 0.01", "", "ignored: --init-method-std 0.01 (here it is 0.02)"),
         ("--layernorm-epsilon 1e-12", "", "ignored: --layernorm-epsilon 1e-12 (here it is 1e-5)"),
         ("--num-layers 2 --local_rank 0", "--num-layers 2", "ignored: --local-rank 0 (the launcher says it)"),
