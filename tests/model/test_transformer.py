@@ -1,16 +1,18 @@
 """The transformer against a second one written head by head, against GPT-2 and Llama, and against itself."""
 
 import gc
-import math
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as F
 
 from cs336_systems.errors import UserError
+from cs336_systems.model import transformer
 from cs336_systems.model.attention import attention_bias
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, model_preset
@@ -35,13 +37,17 @@ VARIANTS = [
 ROUNDING = bound(torch.float64, stages=100, longest_sum=TOY.d_ff)
 
 
-def build(config: ModelConfig) -> TransformerLM:
-    """A float64 model whose every parameter is random, gains and biases too, so that none can be forgotten."""
-    model = TransformerLM(config).double()
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in float64, every parameter random, gains and biases too, so that none can be forgotten."""
+    model = model.double().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.3)
     return model
+
+
+def build(config: ModelConfig) -> TransformerLM:
+    return randomized(TransformerLM(config)).train()
 
 
 def inputs(config: ModelConfig, batch: int = 2, seq: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,54 +65,42 @@ def test_equals_the_plain_transformer_gradients_included(changes, attention, pad
     if padded:
         real[1, 4:] = False
     output = model(tokens, types, real if padded else None)
-    logits, pair = (output.tokens, output.pair) if config.bert_heads else (output, None)
+    outputs = [output.tokens, output.pair] if config.bert_heads else [output]
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    plain = [
-        one_sequence(weights, config, tokens[i], tokens[i] * 0 if types is None else types[i], real[i])
-        for i in range(2)
-    ]
-    wanted = torch.stack([each for each, _ in plain])
-    assert relative_error(logits, wanted) < ROUNDING
-    if pair is not None:
-        assert relative_error(pair, torch.stack([each for _, each in plain])) < ROUNDING
-
-    direction = torch.randn_like(wanted)
-    second = torch.randn(2, 2, dtype=torch.float64)
-    ((logits * direction).sum() + (0 if pair is None else (pair * second).sum())).backward()
-    pairs = [(each * s).sum() for (_, each), s in zip(plain, second, strict=True) if each is not None]
-    ((wanted * direction).sum() + sum(pairs)).backward()
+    kinds = tokens * 0 if types is None else types
+    plain = [one_sequence(weights, config, tokens[i], kinds[i], real[i]) for i in range(2)]
+    wanted = [torch.stack(each) for each in zip(*plain, strict=True) if each[0] is not None]
+    for mine, theirs in zip(outputs, wanted, strict=True):
+        assert relative_error(mine, theirs) < ROUNDING
+    directions = [torch.randn_like(each) for each in wanted]
+    for results in (outputs, wanted):
+        sum((each * direction).sum() for each, direction in zip(results, directions, strict=True)).backward()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.cat([w.grad.flatten() for w in weights.values()])
     assert relative_error(got, want) < ROUNDING
 
 
+def renamed(model: torch.nn.Module, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, each part of whose names is this library's."""
+    for name, p in model.named_parameters():
+        yield ".".join(names.get(part, part) for part in name.split(".")), p.detach()
+
+
 def test_equals_gpt2():
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=19, n_positions=7, n_embd=24, n_layer=2, n_head=4, n_inner=40)
-    )
-    theirs = theirs.double().eval()
-    config = replace(TOY, **GPT2)
-    ours = build(config)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.normal_(std=0.3)
-        wte, wpe = theirs.transformer.wte.weight, theirs.transformer.wpe.weight
-        state = {"embedding.tokens.weight": wte, "embedding.positions.weight": wpe}
-        for i, block in enumerate(theirs.transformer.h):
-            qkv_weight, qkv_bias = block.attn.c_attn.weight.T.chunk(3), block.attn.c_attn.bias.chunk(3)
-            qkv = zip(("query", "key", "value"), qkv_weight, qkv_bias, strict=True)
-            pieces = {f"attention.{name}": (weight, bias) for name, weight, bias in qkv}
-            pieces["attention.out"] = (block.attn.c_proj.weight.T, block.attn.c_proj.bias)
-            pieces["feed_forward.up"] = (block.mlp.c_fc.weight.T, block.mlp.c_fc.bias)
-            pieces["feed_forward.down"] = (block.mlp.c_proj.weight.T, block.mlp.c_proj.bias)
-            pieces["attention_norm"] = (block.ln_1.weight, block.ln_1.bias)
-            pieces["feed_forward_norm"] = (block.ln_2.weight, block.ln_2.bias)
-            for name, (weight, bias) in pieces.items():
-                state |= {f"blocks.{i}.{name}.weight": weight, f"blocks.{i}.{name}.bias": bias}
-        state |= {"final_norm.weight": theirs.transformer.ln_f.weight, "final_norm.bias": theirs.transformer.ln_f.bias}
+    gpt2 = transformers.GPT2Config(vocab_size=19, n_positions=7, n_embd=24, n_layer=2, n_head=4, n_inner=40)
+    theirs, ours = randomized(transformers.GPT2LMHeadModel(gpt2)), TransformerLM(replace(TOY, **GPT2)).double()
+    names = {"wte": "embedding.tokens", "wpe": "embedding.positions", "h": "blocks", "attn": "attention"}
+    names |= {"mlp": "feed_forward", "c_fc": "up", "c_proj": "out"}
+    names |= {"ln_1": "attention_norm", "ln_2": "feed_forward_norm", "ln_f": "final_norm"}
+    state = {}
+    for name, p in renamed(theirs.transformer, names):
+        # Their linear layers are (in, out), and those of queries, keys and values are one.
+        parts = (p.T if name.startswith("blocks") and p.dim() == 2 else p).chunk(3 if "c_attn" in name else 1)
+        for part, each in zip(("query", "key", "value"), parts, strict=False):
+            state[name.replace("c_attn", part).replace("feed_forward.out", "feed_forward.down")] = each
     ours.load_state_dict(state)
-    tokens, _ = inputs(config)
+    tokens, _ = inputs(TOY)
     assert relative_error(ours(tokens), theirs(tokens).logits) < ROUNDING
 
 
@@ -116,112 +110,74 @@ def test_equals_llama():
         vocab_size=19, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=7, rms_norm_eps=1e-5, rope_theta=10_000.0,
     )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(llama).double().eval()
-    ours = build(config := replace(TOY, **LLAMA))
+    theirs = randomized(transformers.LlamaForCausalLM(llama))
+    ours = TransformerLM(config := replace(TOY, **LLAMA)).double()
     names = {"embed_tokens": "embedding.tokens", "layers": "blocks", "self_attn": "attention", "mlp": "feed_forward"}
     names |= {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate"}
     names |= {"up_proj": "up", "down_proj": "down", "input_layernorm": "attention_norm", "norm": "final_norm"}
     names |= {"post_attention_layernorm": "feed_forward_norm", "lm_head": "head"}
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.normal_(std=0.3)
-    state = {
-        ".".join(names.get(part, part) for part in name.removeprefix("model.").split(".")): p
-        for name, p in theirs.named_parameters()
-    }
-    ours.load_state_dict(state)
+    ours.load_state_dict({name.removeprefix("model."): p for name, p in renamed(theirs, names)})
     tokens, _ = inputs(config)
     # Llama's library computes its rotary angles in float32: position times rate, then cosine and sine, at size <= 7.
     angle_error = bound(torch.float32, stages=3) * config.context_length
     assert relative_error(ours(tokens), theirs(tokens).logits) < 2 * config.num_layers * angle_error
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 def test_a_row_of_padding_alone_stays_finite(attention, precision):
-    model = build(replace(TOY, causal=False, attention=attention))
-    context = nullcontext()
-    if precision != "fp64":
-        model = model.float()
-        context = torch.autocast("cpu", torch.bfloat16 if precision == "bf16" else torch.float16)
-    tokens, _ = inputs(TOY)
-    real = torch.tensor([[True] * 6, [False] * 6])
-    with context:
-        output = model(tokens, None, real)
+    """Fused attention gets a finite mask, also in half precision: float32's lowest number rounds to minus infinity
+    there, and some kernels turn a row of those into NaN."""
+    model = build(replace(TOY, causal=False, attention=attention)).to(torch.float32 if precision else torch.float64)
+    (tokens, _), low = inputs(TOY), torch.autocast("cpu", precision) if precision else nullcontext()
+    with patch("torch.nn.functional.scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused, low:
+        output = model(tokens, None, torch.tensor([[True] * 6, [False] * 6]))
+    masks = [call.kwargs["attn_mask"] for call in fused.call_args_list]
     output.float().sum().backward()
     assert output.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("changes", [{}, LLAMA, BERT], ids=["gpt", "llama", "bert"])
-@pytest.mark.parametrize("mode", ["segments", "nested", "attention"])
-def test_checkpointing_changes_no_bit(mode, changes):
-    losses, gradients = [], []
-    for chosen in ("none", mode):
-        torch.manual_seed(1)
-        config = replace(TOY, **changes, num_layers=5, recompute=chosen, recompute_every=2, dropout=0.2)
-        model = TransformerLM(config)
-        tokens, _ = inputs(config)
-        loss = lm_loss(model, tokens, tokens)
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert torch.equal(*losses)
-    assert torch.equal(*gradients)
-
-
-def test_checkpointing_runs_blocks_again(monkeypatch):
-    segments = []
-
-    def noted(function, span, x):
-        segments.append(span)
-        return checkpoint(function, span, x, use_reentrant=False)
-
-    monkeypatch.setattr("cs336_systems.model.transformer.recompute", noted)
-    tokens, _ = inputs(TOY)
-    TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
-    assert segments == [range(0, 2), range(2, 4), range(4, 5)]
-    with torch.no_grad():
-        TransformerLM(replace(TOY, recompute="segments"))(tokens)
-    assert len(segments) == 3  # nothing is kept for backward, so nothing is worth recomputing
-
-
-def test_fused_attention_gets_a_finite_mask_in_every_precision(monkeypatch):
-    masks = []
-    true_attention = torch.nn.functional.scaled_dot_product_attention
-
-    def noted(q, k, v, attn_mask, **options):
-        masks.append(attn_mask)
-        return true_attention(q, k, v, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", noted)
-    model = TransformerLM(replace(TOY, attention="sdpa"))
-    tokens, _ = inputs(TOY)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            model(tokens, None, torch.tensor([[True] * 6, [False] * 6]))
-    # float32's lowest number rounds to minus infinity in both, and some kernels turn a row of those into NaN.
-    assert [mask.dtype for mask in masks] == [torch.bfloat16] * 2 + [torch.float16] * 2
+    assert [mask.dtype for mask in masks] == [precision or torch.float64] * (2 * (attention == "sdpa"))
     assert all(mask.isfinite().all() for mask in masks)
 
 
-def test_dropout_acts_everywhere_it_should(monkeypatch):
-    calls = []
-    true_dropout = torch.nn.functional.dropout
+def step(model: TransformerLM, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and all gradients in one."""
+    loss = lm_loss(model, tokens, targets)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    def noted(x, p, training=True):
-        calls.append((tuple(x.shape), p if training else 0.0))
-        return true_dropout(x, p, training)
 
-    monkeypatch.setattr("torch.nn.functional.dropout", noted)
-    model = TransformerLM(replace(TOY, dropout=0.5))
+@pytest.mark.parametrize("changes", [LLAMA, BERT], ids=["llama", "bert"])
+@pytest.mark.parametrize("mode", ["segments", "nested", "attention"])
+def test_checkpointing_changes_no_bit(mode, changes):
+    found = []
+    for chosen in ("none", mode):
+        torch.manual_seed(1)
+        config = replace(TOY, **changes, num_layers=5, recompute=chosen, recompute_every=2, dropout=0.2)
+        model, (tokens, _) = TransformerLM(config), inputs(config)
+        found.append(step(model, tokens, tokens))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_checkpointing_runs_blocks_again():
     tokens, _ = inputs(TOY)
+    with patch("cs336_systems.model.transformer.recompute", wraps=transformer.recompute) as again:
+        TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
+        assert [call.args[1] for call in again.call_args_list] == [range(0, 2), range(2, 4), range(4, 5)]
+        with torch.no_grad():
+            TransformerLM(replace(TOY, recompute="segments"))(tokens)
+    assert again.call_count == 3  # nothing is kept for backward, so nothing is worth recomputing
+
+
+def test_dropout_acts_everywhere_it_should():
+    model, (tokens, _) = TransformerLM(replace(TOY, dropout=0.5)), inputs(TOY)
     stream, weights = ((2, 6, 24), 0.5), ((2, 4, 6, 6), 0.5)
-    model(tokens)
-    assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; then each block's weights and branches
-    calls.clear()
-    model.eval()(tokens)
-    assert not calls
+    with patch("torch.nn.functional.dropout", wraps=F.dropout) as drop:
+        model(tokens)
+        calls = [(tuple(call.args[0].shape), call.args[1]) for call in drop.call_args_list]
+        assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; each block's weights and branches
+        model.eval()(tokens)
+    assert drop.call_count == len(calls)
 
 
 def test_initial_weights():
@@ -239,52 +195,36 @@ def test_initial_weights():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_a_fresh_model_knows_nothing():
-    tokens, _ = inputs(TOY, batch=64, seq=7)
-    loss = lm_loss(TransformerLM(TOY), tokens, torch.randint(19, tokens.shape)).item()
-    # Logits are normal with deviation 0.02 sqrt(24) = 0.1: they cost a uniform guess half their variance, give or take
-    # six deviations of the mean over 448 tokens.
-    assert loss == pytest.approx(math.log(19) + 0.1**2 / 2, abs=6 * 0.1 / 448**0.5)
-
-
-@pytest.mark.parametrize(("changes", "layers"), [({}, 2), (LLAMA, 1), (BERT, 1)], ids=["gpt", "llama", "bert"])
-def test_fused_kernels_change_nothing(changes, layers):
-    plain = build(config := replace(TOY, **changes, num_layers=layers))
+@pytest.mark.parametrize("changes", [LLAMA, BERT], ids=["llama", "bert"])
+def test_fused_kernels_change_nothing(changes):
+    plain = build(config := replace(TOY, **changes, num_layers=1))
     fused = TransformerLM(replace(config, kernels="triton", attention="flash"))
     fused.load_state_dict(plain.state_dict())
-    tokens, targets = torch.randint(config.vocab_size, (2, 2, 7))
-    losses = [lm_loss(model, tokens, targets) for model in (fused, plain)]
-    for loss in losses:
-        loss.backward()
-    tolerance = bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
-    assert relative_error(losses[0].detach(), losses[1].detach()) < tolerance
-    got, want = (
-        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) for model in (fused, plain)
-    )
-    assert relative_error(got, want) < tolerance
+    tokens, targets = torch.randint(config.vocab_size, (2, 1, 7))
+    for got, want in zip(step(fused, tokens, targets), step(plain, tokens, targets), strict=True):
+        assert relative_error(got, want) < bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
 
 
 def test_what_cannot_be_computed_is_refused():
-    with pytest.raises(UserError, match="8 tokens do not fit the context of 7"):
-        TransformerLM(TOY)(torch.zeros(1, 8, dtype=torch.long))
-    with pytest.raises(UserError, match=r"tokens have shape \(7,\); \(batch seq\) is meant"):
-        TransformerLM(TOY)(torch.zeros(7, dtype=torch.long))
+    model, tokens = TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long)
+    for given, said in (
+        ((torch.zeros(1, 8, dtype=torch.long),), "8 tokens do not fit the context of 7"),
+        ((tokens[0],), r"tokens have shape \(7,\); \(batch seq\) is meant"),
+        ((tokens, tokens), "token_types were given, but the model has none"),
+        ((tokens, None, tokens[:, 1:] == 0), r"padding_mask: shape \(1, 6\), tokens: shape \(1, 7\)"),
+        ((tokens, None, tokens), r"the padding mask is torch\.int64: it must be torch\.bool, True"),
+    ):
+        with pytest.raises(UserError, match=said):
+            model(*given)
     with pytest.raises(UserError, match=r"targets: shape \(7,\), tokens: shape \(1, 7\)"):
-        lm_loss(TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long), torch.zeros(7, dtype=torch.long))
+        lm_loss(model, tokens, tokens[0])
     with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):
-        TransformerLM(replace(TOY, attention="flash"))(torch.zeros(1, 7, dtype=torch.long), None, torch.ones(1, 7))
-    tokens = torch.zeros(1, 7, dtype=torch.long)
-    with pytest.raises(UserError, match="token_types were given, but the model has none"):
-        TransformerLM(TOY)(tokens, token_types=tokens)
-    with pytest.raises(UserError, match=r"padding_mask: shape \(1, 6\), tokens: shape \(1, 7\)"):
-        TransformerLM(TOY)(tokens, padding_mask=tokens[:, 1:] == 0)
-    with pytest.raises(UserError, match=r"the padding mask is torch\.int64: it must be torch\.bool, True"):
-        TransformerLM(TOY)(tokens, padding_mask=tokens)
+        TransformerLM(replace(TOY, attention="flash"))(tokens, None, torch.ones(1, 7))
     for cut in ([0, 1, 2, 0, 1, 2, 7], [0, 1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 3, 0, 1]):
         with pytest.raises(UserError, match="positions begin at 0 and count up"):
-            TransformerLM(TOY)(tokens, positions=torch.tensor([cut]))
-    assert TransformerLM(TOY)(tokens, positions=torch.arange(7, dtype=torch.uint8)[None]).shape[:2] == (1, 7)
-    assert TransformerLM(TOY)(tokens[:, :0], positions=tokens[:, :0]).shape[:2] == (1, 0)
+            model(tokens, positions=torch.tensor([cut]))
+    assert model(tokens, positions=torch.arange(7, dtype=torch.uint8)[None]).shape[:2] == (1, 7)
+    assert model(tokens[:, :0], positions=tokens[:, :0]).shape[:2] == (1, 0)
     with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
         replace(TOY, attention="flash", dropout=0.1)
 

@@ -1,13 +1,11 @@
 """Memory and work of a rank: observed on the meta device, and on real ranks with real tensors."""
 
-from dataclasses import replace
 from io import StringIO
 
 import pytest
 import torch
 from rich.console import Console
 
-from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
 from cs336_systems.host.observe import Observer
 from cs336_systems.layout import Layout
@@ -87,36 +85,23 @@ def test_bert_345m_on_two_by_two():
         assert seen.state == {"parameters": weights, "gradients": weights, "optimizer state": 6 * weights}
 
 
-def test_a_rank_of_hundreds_is_observed_in_seconds():
-    recipe = Recipe.of(size="gpt3-175b", context=64, tp=8, pp=4, zero=1, sequence_parallel=True, pad_vocabulary=1024)
-    layout = Layout(8, 4, 8, sequence=True, zero=1, global_batch=8 * 512, vocabulary_multiple=1024)
-    config = replace(recipe.model_config(), num_layers=8)
-    seen = observe(recipe, config, layout, 255)
-    assert layout.ranks == 256
-    # As if all four stages had the tied embedding, as the last has.
-    four = sum(count_parameters(config).values()) + 3 * config.vocab_size * config.d_model
-    assert 8 * 4 * seen.parameters == pytest.approx(four, rel=0.01)
-    assert sum(n for each, n in seen.traffic.items() if each.axis == "pp") == 2 * layout.microbatches
-
-
 def shown(ranks: int, **options) -> str:
     console = Console(width=160, record=True, file=StringIO())
     console.print(dry_run(Recipe.of(**options), ranks))
     return " ".join(console.export_text().split())
 
 
-@pytest.mark.parametrize("option", ["batch_size", "context", "vocab_size", "d_ff"])
-def test_a_tensor_too_large_to_count_is_refused(option):
+def test_a_tensor_too_large_to_count_is_refused():
     """By torch with an error of either of two types; a batch of 10^11 rows takes no memory to observe."""
-    with pytest.raises(UserError, match="would have 2\\^63 bytes or more"):
-        dry_run(Recipe.of(num_layers=1, **{option: 10**20}), 1)
-    with pytest.raises(UserError, match="would have 2\\^63 bytes or more"):
-        dry_run(Recipe.of(num_layers=1, d_model=10**12, num_heads=1), 1)
+    sizes = [{name: 10**20} for name in ("batch_size", "context", "vocab_size", "d_ff")]
+    for size in (*sizes, {"d_model": 10**12, "num_heads": 1}):
+        with pytest.raises(UserError, match="would have 2\\^63 bytes or more"):
+            dry_run(Recipe.of(num_layers=1, **size), 1)
     assert "100000000000 x 16 tokens" in shown(1, num_layers=1, context=16, batch_size=10**11, dropout=0.1)
 
 
 def test_the_tables_of_a_dry_run():
-    said = shown(4, size="small", num_layers=4, tp=2, pp=2, batch_size=4, micro_batch_size=1, context=16)
+    said = shown(4, size="small", num_layers=2, tp=2, pp=2, batch_size=4, micro_batch_size=1, context=16)
     assert "small (2024): parameters and memory of a rank" in said
     assert "tp 2 x pp 2 x dp 1, ZeRO stage 0, fp32, 10,000 words." in said
     assert "│ 0 │ pp │ send │ 4 │" in said

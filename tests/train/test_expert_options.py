@@ -15,7 +15,7 @@ TINY = model_preset("tiny")
 FAIRSEQ = model_preset("fairseq-moe-15b")
 
 
-def parse(*arguments: str) -> ExpertOptions:
+def parse(line: str = "") -> ExpertOptions:
     """Options of a command line, parsed by click."""
     found = []
 
@@ -24,26 +24,26 @@ def parse(*arguments: str) -> ExpertOptions:
     def command(**settings: object) -> None:
         found.append(ExpertOptions(**settings))
 
-    command(arguments, standalone_mode=False)
+    command(line.split(), standalone_mode=False)
     return found[0]
 
 
 # Each option with a value that is not the default's, in our words and where fairseq has it in fairseq's.
 OPTIONS = {
-    "top_k": (1, ["--top-k", "1"]),
-    "expert_d_ff": (96, ["--expert-d-ff", "96"], ["--moe-expert-ffn-dim", "96"]),
-    "gating_fp32": (False, ["--no-gating-fp32"]),
-    "second_policy": ("random", ["--second-expert", "random"], ["--moe-second-expert-policy", "random"]),
-    "normalize": ("before", ["--normalize-gates", "before"]),
-    "capacity_factor": (1.25, ["--capacity-factor", "1.25"]),
-    "eval_fraction": (0.5, ["--eval-fraction", "0.5"], ["--moe-eval-capacity-token-fraction", "0.5"]),
-    "mask_padding": (True, ["--mask-padding"], ["--use-moe-pad-mask"]),
-    "prioritized": (True, ["--prioritized"], ["--moe-batch-prioritized-routing"]),
-    "aux_weight": (0.5, ["--aux-weight", "0.5"], ["--moe-gate-loss-wt", "0.5"]),
-    "aux_scope": ("global", ["--aux-scope", "global"]),
-    "shared_expert": (True, ["--shared-expert"]),
-    "dispatch": ("einsum", ["--moe", "einsum"]),
-    "expert_gradient": ("sqrt", ["--expert-gradient", "sqrt"]),
+    "top_k": (1, "--top-k 1"),
+    "expert_d_ff": (96, "--expert-d-ff 96", "--moe-expert-ffn-dim 96"),
+    "gating_fp32": (False, "--no-gating-fp32"),
+    "second_policy": ("random", "--second-expert random", "--moe-second-expert-policy random"),
+    "normalize": ("before", "--normalize-gates before"),
+    "capacity_factor": (1.25, "--capacity-factor 1.25"),
+    "eval_fraction": (0.5, "--eval-fraction 0.5", "--moe-eval-capacity-token-fraction 0.5"),
+    "mask_padding": (True, "--mask-padding", "--use-moe-pad-mask"),
+    "prioritized": (True, "--prioritized", "--moe-batch-prioritized-routing"),
+    "aux_weight": (0.5, "--aux-weight 0.5", "--moe-gate-loss-wt 0.5"),
+    "aux_scope": ("global", "--aux-scope global"),
+    "shared_expert": (True, "--shared-expert"),
+    "dispatch": ("einsum", "--moe einsum"),
+    "expert_gradient": ("sqrt", "--expert-gradient sqrt"),
 }
 
 
@@ -53,62 +53,51 @@ def test_every_setting_has_an_option_and_is_tested():
     assert {each.name for each in fields(ExpertOptions)} <= recipe.OPTIONS.keys()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_changes_its_setting_and_no_other(name):
-    value, *lines = OPTIONS[name]
-    assert getattr(FAIRSEQ.mixture, name) != value
-    for line in lines:
-        changed = parse(*line).with_experts(FAIRSEQ)
-        assert changed == replace(FAIRSEQ, mixture=replace(FAIRSEQ.mixture, **{name: value}))
-        with pytest.raises(
-            UserError, match=f"^{lines[0][0].replace('--no-', '--')} is about experts, and the model has"
-        ):
-            parse(*line).with_experts(TINY)
+def test_an_option_changes_its_setting_and_no_other():
+    for name, (value, *lines) in OPTIONS.items():
+        assert getattr(FAIRSEQ.mixture, name) != value
+        refused = f"^{lines[0].split()[0].replace('--no-', '--')} is about experts, and the model has"
+        for line in lines:
+            changed = parse(line).with_experts(FAIRSEQ)
+            assert changed == replace(FAIRSEQ, mixture=replace(FAIRSEQ.mixture, **{name: value}))
+            with pytest.raises(UserError, match=refused):
+                parse(line).with_experts(TINY)
 
 
 def test_without_options_everything_is_the_presets():
-    assert parse() == ExpertOptions()
-    assert all(getattr(parse(), each.name) in (None, False) for each in fields(ExpertOptions))
-    for config in (TINY, FAIRSEQ, replace(FAIRSEQ, mixture=Mixture(gating_fp32=False, shared_expert=True))):
+    low = replace(FAIRSEQ, mixture=Mixture(gating_fp32=False, shared_expert=True))
+    for config in (TINY, FAIRSEQ, low):
         assert parse().with_experts(config) == config
-
-
-def test_the_router_can_be_told_both():
-    low = replace(FAIRSEQ, mixture=Mixture(gating_fp32=False))
-    assert parse().gating_fp32 is None
-    for flag in ("--gating-fp32", "--moe-gating-use-fp32"):
+    for flag in ("--gating-fp32", "--moe-gating-use-fp32"):  # whose opposite is tested above
         assert parse(flag).with_experts(low).mixture.gating_fp32
-    assert not parse("--no-gating-fp32").with_experts(FAIRSEQ).mixture.gating_fp32
 
 
 def test_experts_are_put_into_a_dense_model_and_taken_out_of_a_sparse_one():
-    for line in (["--num-experts", "8", "--expert-every", "1"], ["--moe-expert-count", "8", "--moe-freq", "1"]):
-        config = parse(*line, "--top-k", "1").with_experts(TINY)
+    for line in ("--num-experts 8 --expert-every 1", "--moe-expert-count 8 --moe-freq 1"):
+        config = parse(f"{line} --top-k 1").with_experts(TINY)
         assert config == replace(TINY, num_experts=8, expert_every=1, mixture=Mixture(top_k=1))
-    assert parse("--num-experts", "0").with_experts(FAIRSEQ) == replace(FAIRSEQ, num_experts=0)
-    assert parse("--num-experts", "1", "--top-k", "1").with_experts(TINY).num_experts == 1
-    with pytest.raises(UserError, match="a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"):
-        parse("--num-experts", "1").with_experts(TINY)
-    for line in (["--expert-every", "2"], ["--num-experts", "0", "--expert-every", "2"]):
-        with pytest.raises(
-            UserError, match=r"^--expert-every is about experts, and the model has none: set --num-experts$"
-        ):
-            parse(*line).with_experts(TINY)
+    assert parse("--num-experts 0").with_experts(FAIRSEQ) == replace(FAIRSEQ, num_experts=0)
+    assert parse("--num-experts 1 --top-k 1").with_experts(TINY).num_experts == 1
 
 
 @pytest.mark.parametrize(
-    "line",
-    [["--top-k", "3"], ["--num-experts", "-1"], ["--eval-fraction", "1.5"], ["--moe", "loop"], ["--expert-d-ff", "0"]],
-    ids=str,
-)
-def test_what_no_mixture_has_is_refused_by_the_command_line(line):
-    with pytest.raises(click.BadParameter):
-        parse(*line)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
+    ("line", "message"),
     [
+        ("--num-experts 1", "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"),
+        ("--expert-every 2", "--expert-every is about experts, and the model has none: set --num-experts"),
+        ("--num-experts 0 --expert-every 2", "--expert-every is about experts, and the model has none"),
+        ("--num-experts 8 --expert-every 9", "one layer in 9 would have experts, and there are 4: lower --expert-eve"),
+        ("--num-experts 8 --top-k 1 --second-expert random", "--second-expert is about a token's second expert"),
+        ("--num-experts 8 --top-k 1 --normalize-gates before", "--normalize-gates is about a token's second expert"),
+    ],
+)
+def test_settings_that_cannot_be_or_have_no_effect_are_refused(line, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        parse(line).with_experts(TINY)
+
+
+def test_what_no_mixture_has_is_refused():
+    for settings, message in (
         ({"top_k": 3}, "a token is sent to 1 or 2 experts, not 3"),
         ({"second_policy": "best"}, "second_policy 'best' does not exist; choose from all, sampling, random"),
         ({"normalize": "never"}, "normalize 'never' does not exist; choose from after, before"),
@@ -119,17 +108,16 @@ def test_what_no_mixture_has_is_refused_by_the_command_line(line):
         ({"aux_weight": float("nan")}, "aux_weight must be a finite number of at least 0, not nan"),
         ({"capacity_factor": float("inf")}, "capacity_factor must be a finite number of at least 0, not inf"),
         ({"eval_fraction": 1.01}, r"eval_fraction must lie in \[0, 1\], not 1.01"),
-    ],
-    ids=str,
-)
-def test_what_no_mixture_has_is_refused(settings, message):
-    with pytest.raises(UserError, match=f"^{message}$"):
-        Mixture(**settings)
+    ):
+        with pytest.raises(UserError, match=f"^{message}$"):
+            Mixture(**settings)
+    for line in ("--top-k 3", "--num-experts -1", "--eval-fraction 1.5", "--moe loop", "--expert-d-ff 0"):
+        with pytest.raises(click.BadParameter):
+            parse(line)
 
 
-@pytest.mark.parametrize(
-    ("settings", "tokens", "training", "slots"),
-    [
+def test_capacity():
+    for settings, tokens, training, slots in (
         ({}, 100, True, None),
         ({"eval_fraction": 0.05}, 2060, False, 103),  # 103.00000000000001 in floats
         ({"eval_fraction": 0.05}, 2061, False, 104),
@@ -145,22 +133,5 @@ def test_what_no_mixture_has_is_refused(settings, message):
         ({"capacity_factor": 1e308}, 800, True, 800),
         ({"capacity_factor": 2.0}, 0, True, 0),
         ({"capacity_factor": 2.0, "eval_fraction": 0.25}, 100, False, 25),
-    ],
-    ids=str,
-)
-def test_capacity(settings, tokens, training, slots):
-    assert Mixture(**settings).capacity(tokens, 8, training) == slots
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (["--expert-every", "9"], "one layer in 9 would have experts, and there are 4: lower --expert-every"),
-        (["--top-k", "1", "--second-expert", "random"], "--second-expert is about a token's second expert"),
-        (["--top-k", "1", "--normalize-gates", "before"], "--normalize-gates is about a token's second expert"),
-    ],
-    ids=str,
-)
-def test_settings_without_effect_are_refused(line, message):
-    with pytest.raises(UserError, match=message):
-        parse("--num-experts", "8", *line).with_experts(TINY)
+    ):
+        assert Mixture(**settings).capacity(tokens, 8, training) == slots, (settings, tokens)

@@ -1,17 +1,14 @@
 """Traffic of every strategy: ranks send what one rank observes alone under the fake group, and by hand."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from cs336_systems.comm import fake_ranks, record
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.layout import Layout
-from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.train.observation import observe, observe_traffic
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.zero import zero
@@ -32,6 +29,10 @@ from tests.support.traffic_cases import (
 )
 
 DEEP = {"num_layers": 4}
+EXPERTS = {"num_experts": 4}
+SHARED = GPT | EXPERTS | {"mixture": {"shared_expert": True, "expert_d_ff": 64, "aux_scope": "global"}}
+EVERY = LLAMA | EXPERTS | {"expert_every": 1, "mixture": {"top_k": 1, "capacity_factor": 0.75}}
+EINSUM = EXPERTS | {"mixture": {"dispatch": "einsum", "capacity_factor": 1.5, "aux_scope": "global"}}
 ON_TWO = [
     ({}, {"tp": 2}),
     (LLAMA, {"tp": 2, "sequence": True}),
@@ -44,6 +45,13 @@ ON_TWO = [
     (LLAMA | {"recompute": "attention"}, {"cp": 2}),
     ({"dropout": 0.1}, {"cp": 2, "cp_type": "gather", "zero": 2}),
     (LLAMA, {"cp": 2, "cp_type": "ulysses"}),
+    *((model, {"ep": 2}) for model in (EVERY, EINSUM)),
+    (SHARED, {"zero": 3}),
+    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("segments", "nested")),
+    (EVERY, {"tp": 2, "sequence": True}),
+    (EXPERTS | DEEP | {"recompute": "segments", "recompute_every": 3}, {"tp": 2}),
+    # A router that is the last in the list of layers.
+    (EXPERTS | {"expert_every": 1, "recompute": "segments"}, {"zero": 3}),
 ]
 ON_FOUR = [
     (BERT, {"tp": 2, "pp": 2, "sequence": True, "m": 3}),
@@ -53,32 +61,13 @@ ON_FOUR = [
     (BERT | {"recompute": "nested"}, {"pp": 2, "zero": 3, "m": 2}),
     (LLAMA, {"tp": 2, "cp": 2, "sequence": True}),
     (LLAMA, {"pp": 2, "cp": 2, "zero": 1, "m": 2}),
-]
-
-
-EXPERTS = {"num_experts": 4}
-SHARED = GPT | EXPERTS | {"mixture": {"shared_expert": True, "expert_d_ff": 64, "aux_scope": "global"}}
-EVERY = LLAMA | EXPERTS | {"expert_every": 1, "mixture": {"top_k": 1, "capacity_factor": 0.75}}
-EINSUM = EXPERTS | {"mixture": {"dispatch": "einsum", "capacity_factor": 1.5, "aux_scope": "global"}}
-SPARSE_ON_TWO = [
-    *((model, {"ep": 2}) for model in (EVERY, EINSUM)),
-    (SHARED, {"zero": 3}),
-    *((SHARED | DEEP | {"recompute": recompute}, {"ep": 2}) for recompute in ("segments", "nested")),
-    (EVERY, {"tp": 2, "sequence": True}),
-    (EXPERTS | DEEP | {"recompute": "segments", "recompute_every": 3}, {"tp": 2}),
-    # A router that is the last in the list of layers.
-    (EXPERTS | {"expert_every": 1, "recompute": "segments"}, {"zero": 3}),
-]
-SPARSE_ON_FOUR = [
     (SHARED, {"tp": 2, "ep": 2, "sequence": True}),
     (SHARED, {"ep": 2, "zero": 3, "m": 1}),
     # The first stage has no experts.
     (EXPERTS, {"pp": 2, "ep": 2, "zero": 2}),
 ]
-
-
 SOME = ("flat FB", "zero 1 FB", "zero 2 FB", "zero 3 FFBFBB", "sharded flat", "sharded whole")
-STRATEGIES = {2: (ON_TWO + SPARSE_ON_TWO, list(WRAPPERS)), 4: (ON_FOUR + SPARSE_ON_FOUR, SOME)}  # by ranks
+STRATEGIES = {2: (ON_TWO, list(WRAPPERS)), 4: (ON_FOUR, SOME)}  # by ranks
 
 
 @pytest.mark.parametrize("ranks", STRATEGIES)
@@ -88,16 +77,13 @@ def test_ranks_send_what_one_observes_alone(ranks):
     layouts, wrappers = STRATEGIES[ranks]
     steps = [(changes, settings(ranks, **degrees)) for changes, degrees in layouts]
     seen: dict[tuple[int, int], list] = {}
-
-    def alone(step: tuple, rank: int) -> list:
-        if (id(step), rank) not in seen:
-            seen[id(step), rank] = observed(*step, rank)
-        return seen[id(step), rank]
-
     for rank, (layouts_sent, wrappers_sent) in enumerate(run(strategies_case, ranks, layouts=steps, wrappers=wrappers)):
-        for step, sent in zip(steps, layouts_sent, strict=True):
+        for number, (step, sent) in enumerate(zip(steps, layouts_sent, strict=True)):
             of_stage = 1 if step[1].get("zero") else ranks // step[1].get("pp", 1)
-            assert sent == alone(step, rank // of_stage * of_stage), (rank, step)
+            first = rank // of_stage * of_stage
+            if (number, first) not in seen:
+                seen[number, first] = observed(*step, first)
+            assert sent == seen[number, first], (rank, step)
         with fake_ranks(rank, ranks) as group:
             for name, sent, wanted in zip(wrappers, wrappers_sent, wrapper_case(group, wrappers), strict=True):
                 assert sent == wanted, (rank, name)
@@ -112,48 +98,34 @@ def test_an_axis_that_is_not_split_sends_nothing():
     assert {what for _, axis, _, what, *_ in split if axis == "cp"} == {"heads", "heads back"}
 
 
-def sent_by(module: nn.Module, wrap, ranks: int = 2) -> Counter:
-    """(verb, elements, bytes an element) of a step of a wrapper, votes apart, on the first of some ranks."""
+def sent_by(stage: int, ranks: int) -> Counter:
+    """(verb, elements, bytes an element) of a step of a stage of ZeRO, votes apart, on the first of some ranks: of a
+    module of 15 and 10 numbers, of four and eight bytes, and a bias of 5."""
     with fake_ranks(0, ranks):
-        wrapper = wrap(module)
-        optimizer = wrapper[1] if isinstance(wrapper, tuple) else None
-        wrapper = wrapper[0] if isinstance(wrapper, tuple) else wrapper
+        layers = (nn.Linear(3, 5), Widen(), nn.Linear(5, 2, bias=False, dtype=torch.float64))
+        model, optimizer = zero(nn.Sequential(*layers), torch.optim.AdamW, stage)
         with record() as events:
-            wrapper(torch.ones(1, 3)).sum().backward()
-            wrapper.finish_gradient_synchronization()
-            if optimizer is not None:
-                optimizer.step()
+            model(torch.ones(1, 3)).sum().backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
     return Counter((e.verb, e.numel, e.dtype.itemsize) for e in events if e.label != "used parameters")
 
 
-class Two(nn.Module):
-    """Two matrices of 15 and 10 numbers, of four and eight bytes, and a bias of 5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2, bias=False, dtype=torch.float64)
-
+class Widen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).double())
+        return x.double()
 
 
 def test_a_small_module_by_hand():
-    reduced = [("all-reduce", *size) for size in ((15, 4), (5, 4), (10, 8))]
-    assert sent_by(Two(), NaiveDDP) == dict.fromkeys(reduced, 1)
-    one = dict.fromkeys([("all-reduce", *size) for size in ((20, 4), (10, 8))], 1)
-    assert sent_by(Two(), FlatDDP) == one
-    # 80 bytes fill a bucket of 80 and not one of 79.
-    assert sent_by(Two(), lambda module: BucketedDDP(module, 80e-6)) == one
-    assert sent_by(Two(), lambda module: BucketedDDP(module, 79e-6)) == dict.fromkeys(reduced, 1)
+    reduced = {("all-reduce", *size): 1 for size in ((20, 4), (10, 8))}
     gathers = {("all-gather", *size): 1 for size in ((21, 4), (12, 8))}
     scatters = {("reduce-scatter", *size): 1 for size in ((21, 4), (12, 8))}  # 20 and 10 in three equal slices
-    stages = [partial(zero, optimizer_cls=torch.optim.AdamW, stage=stage) for stage in range(4)]
-    assert sent_by(Two(), stages[2], 3) == scatters | gathers
-    assert sent_by(Two(), stages[1], 3) == one | gathers
+    assert sent_by(1, 3) == reduced | gathers
+    assert sent_by(2, 3) == scatters | gathers
     # 5 rows of 3 are padded to 6, which two ranks share; each weight is gathered for each pass.
     weights = {("all-gather", *size): 2 for size in ((18, 4), (10, 8))}
     gradients = {("reduce-scatter", *size): 1 for size in ((18, 4), (10, 8))}
-    assert sent_by(Two(), stages[3]) == weights | gradients | {("all-reduce", 5, 4): 1}
+    assert sent_by(3, 2) == weights | gradients | {("all-reduce", 5, 4): 1}
 
 
 def test_what_fsdp_gathers_by_hand():
@@ -163,42 +135,6 @@ def test_what_fsdp_gathers_by_hand():
     by_hand = {"embedding": 3, "first": 2, "shared": 3, "unused": 2, "last": 2}
     found = Counter(event.label for event in events if event.verb == "all-gather")
     assert found == {f"{name}.weight": times for name, times in by_hand.items()}
-
-
-class Lent(nn.Module):
-    """A table that is read before the last of some layers, all of which are registered after it."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.table, self.layers = nn.Embedding(3, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[-1](self.layers[:-1](x) + self.table.weight)
-
-
-@pytest.mark.parametrize(("layers", "table"), [(2, 2), (3, 4)])
-def test_how_far_ahead_weights_are_gathered(layers, table):
-    """The table that is read after one layer is gathered once each way. After two layers, the second has dropped it in
-    forward; and backward, three layers after it, has not come to it yet, and gathers it when its gradient is complete,
-    in vain: twice each way."""
-    with fake_ranks(0, 2), record() as events:
-        model = FSDP(Lent(layers))
-        model(torch.ones(3, 4)).sum().backward()
-        model.finish_gradient_synchronization()
-    names = ["table.weight", *(f"layers.{n}.weight" for n in range(layers))]
-    found = Counter(event.label for event in events if event.verb == "all-gather")
-    assert found == dict.fromkeys(names, 2) | {names[0]: table}
-
-
-def test_whole_parameters_are_dealt_by_hand():
-    """9, 7, 6, 5 and 4 to two ranks: 9 and 5 to one; 7, 6 and 4 to the other."""
-    with fake_ranks(0, 2), record() as events:
-        tensors = [nn.Parameter(torch.zeros(n)) for n in (4, 9, 6, 7, 5)]
-        optimizer = ShardedOptimizer(tensors, torch.optim.AdamW, layout="whole")
-        for each in tensors:
-            each.grad = torch.zeros_like(each)
-        optimizer.step()
-    assert [(event.verb, event.numel) for event in events] == [("broadcast", 14), ("broadcast", 17)]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ def kills(seed: int, moments: tuple[str, ...] = MOMENTS) -> list[dict]:
 
 
 def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
-    """Messages of the attempts after a kill on the step at which they resume."""
-    said = []
+    """The messages on the step at which the last attempt, which is not killed, resumes."""
     for fault in faults:
         outcome = attempt(2, recipe, fault)
         # The other one ends by itself: it was not killed for having outlived the case.
@@ -51,9 +50,7 @@ def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
         assert outcome.codes[1 - fault["rank"]] == 1
         assert outcome.errors[1 - fault["rank"]][0] == "CommError"
         recipe = recipe | {"resume": True}
-    last = complete(2, recipe)
-    said += [line for line in last.shown.splitlines() if line.startswith("resumed")]
-    return said
+    return [line for line in complete(2, recipe).shown.splitlines() if line.startswith("resumed")]
 
 
 def test_three_kills_leave_the_same_bits(tmp_path):
@@ -165,21 +162,10 @@ def test_a_log_tells_of_every_step_once_whatever_was_lost(tmp_path):
     assert lines[-1] == again.results[0]["final"]
     (run,) = parse_train_log((out / "train.jsonl").read_text(), "train.jsonl")
     assert (run.global_batch_size, run.dp) == (8, 1)
-
-
-def test_a_run_of_a_log_is_what_it_went_on_as(tmp_path):
-    """Times of another layout are no times of this one."""
-    header = {
-        "recipe": {"precision": "fp32"}, "seq": 8, "batch_size": 8, "micro_batch_size": 4,
-        "environment": {"device": "x"}, "mesh": {"pp": 1, "dp": 2, "ep": 1, "tp": 1}, "model": {
-            "d_ff": 4, "d_model": 1, "num_layers": 1, "vocab_size": 2, "num_heads": 1, "num_kv_heads": 0,
-            "feed_forward": "gelu", "num_experts": 0, "recompute": "none",
-        },
-    }  # fmt: skip
-    line = {"step": 1, "step_ms": 80.0, "timers_ms": {"optimizer": [1.0]}}
-    other = header | {"resumed": 1, "mesh": header["mesh"] | {"dp": 1}, "micro_batch_size": 8}
+    # A run of a log is what it went on as: times of another layout are no times of this one.
+    header, line = lines[0], {"step": 1, "step_ms": 80.0, "timers_ms": {"optimizer": [1.0]}}
+    other = header | {"resumed": 1, "mesh": header["mesh"] | {"dp": 2}, "micro_batch_size": 4}
     text = [header, line, header | {"resumed": 1}, line | {"step_ms": 40.0}]
-    (same,) = parse_train_log("\n".join(map(json.dumps, text)), "log")
-    assert (same.ms_per_sample, same.dp) == (7.5, 2)
-    (moved,) = parse_train_log("\n".join(map(json.dumps, [*text, other, line | {"step_ms": 8.0}])), "log")
-    assert (moved.ms_per_sample, moved.dp, moved.micro_batch_size) == (1.0, 1, 8)
+    for more, wanted in (([], (7.5, 1, 8)), ([other, line | {"step_ms": 8.0}], (1.0, 2, 4))):
+        (run,) = parse_train_log("\n".join(map(json.dumps, [*text, *more])), "log")
+        assert (run.ms_per_sample, run.dp, run.micro_batch_size) == wanted

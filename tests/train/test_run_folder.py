@@ -1,5 +1,6 @@
 """A run's folder: its lock, the settings that must be equal to resume a run, and saves and logs on a full disk."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints, locked
-from cs336_systems.checkpoint.folder import export_plain, open_plain, weights_hash
+from cs336_systems.checkpoint.folder import export_plain, open_plain, to_text, weights_hash
 from cs336_systems.comm import Place
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -22,13 +23,13 @@ from tests.support.machine import made_up
 from tests.support.resume_cases import TINY, attempt, complete, family, figures, log_of, newest, tiny, train_case
 from tests.support.state_cases import ranks_of, require_same, whole
 
-SHORT = ("--data", "random", "--num-layers", "1", "--batch-size", "2", "--context", "8", "--device", "cpu")
+SHORT = "--data random --num-layers 1 --batch-size 2 --context 8 --device cpu --eval-iters 1 --sample-bytes 4"
 ONE = {"num_layers": 1, "steps": 3, "batch_size": 4, "context": 8}
 
 
-def command(capsys, *arguments: str) -> tuple[int, str, list[str]]:
+def command(capsys, line: str) -> tuple[int, str, list[str]]:
     """The exit status, what was printed, and the error lines of a training command."""
-    status = run_command(training.main, [*SHORT, *arguments, "--eval-iters", "1", "--sample-bytes", "4"])
+    status = run_command(training.main, f"{SHORT} {line}".split())
     captured = capsys.readouterr()
     return status, captured.out, [line for line in captured.err.splitlines() if not line.startswith("training ")]
 
@@ -36,136 +37,109 @@ def command(capsys, *arguments: str) -> tuple[int, str, list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--save-every", "3"), "error: --save-every needs a folder for the checkpoints: name one with --out DIR"),
-        (("--resume",), "error: --resume needs a folder for the checkpoints: name one with --out DIR"),
-        (("--background-save",), "error: --background-save needs a folder for the checkpoints: name one"),
-        (("--keep", "1", "--out", "x"), "error: Invalid value for '--keep': 1 is not in the range x>=2."),
-        (("--save-every", "0", "--out", "x"), "error: Invalid value for '--save-every': 0 is not in the range x>=1."),
-        (("--out", "file"), "error: cannot write to file: "),
-        (("--out", "file/run"), "error: cannot write to file/run: "),
-        (("--weights", "none.safetensors"), "error: cannot read none.safetensors: No such file or directory"),
-        (("--weights", "file"), "error: file "),
-        (("--num-layers", "10001"), "error: Invalid value for '--num-layers': 10001 is not in the range 1<=x<=10000."),
-        (("--steps", f"{10**20}"), f"error: Invalid value for '--steps': {10**20} is not in the range 1<=x<="),
-        (("--on-nonfinite", "hope"), "error: Invalid value for '--on-nonfinite': 'hope' is not one of 'stop', 'skip'."),
-        (("--out", "a", "--log-file", "file/log"), "error: cannot write the log file/log: "),
-        (("--out", "a", "--log-file", "file"), "error: file exists and is no log of a run: name another with"),
+        ("--save-every 3", "--save-every needs a folder for the checkpoints: name one with --out DIR"),
+        ("--resume", "--resume needs a folder for the checkpoints: name one with --out DIR"),
+        ("--background-save", "--background-save needs a folder for the checkpoints: name one"),
+        ("--keep 1 --out x", "Invalid value for '--keep': 1 is not in the range x>=2."),
+        ("--save-every 0 --out x", "Invalid value for '--save-every': 0 is not in the range x>=1."),
+        ("--out file", "cannot write to file: "),
+        ("--out file/run", "cannot write to file/run: "),
+        ("--weights none.safetensors", "cannot read none.safetensors: No such file or directory"),
+        ("--weights file", "file "),
+        ("--out a --log-file file/log", "cannot write the log file/log: "),
+        ("--out a --log-file file", "file exists and is no log of a run: name another with"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_one_line(in_tmp, capsys, quick_probe, arguments, line):
     (in_tmp / "file").write_text("x")
-    status, _, errors = command(capsys, "--steps", "1", *arguments)
+    status, _, errors = command(capsys, f"--steps 1 {arguments}")
     assert (status, len(errors)) == (2, 1)
-    assert errors[0].startswith(line)
+    assert errors[0].startswith(f"error: {line}")
     assert (in_tmp / "file").read_text() == "x"
     assert not list_checkpoints(in_tmp / "a" / "checkpoints")
 
 
 def test_a_folder_with_checkpoints_is_used_again_only_when_asked(in_tmp, capsys, quick_probe):
-    run = ("--out", "run", "--save-every", "2")
-    status, shown, errors = command(capsys, *run, "--steps", "3", "--resume")
+    run = "--out run --save-every 2"
+    status, shown, errors = command(capsys, f"{run} --steps 3 --resume")
     assert (status, errors) == (0, [])  # an empty folder: the run begins
     assert "3 steps in " in shown
     assert "resumed" not in shown
-    status, _, errors = command(capsys, *run, "--steps", "5")
-    assert (status, errors) == (
-        2,
-        ["error: run holds a run with a checkpoint step-00000003: go on from it with --resume, or name another folder "
-         "with --out DIR"],
-    )  # fmt: skip
+    status, _, (error,) = command(capsys, f"{run} --steps 5")
+    assert status == 2
+    assert error.startswith("error: run holds a run with a checkpoint step-00000003: go on from it with --resume, or")
     before = log_of(in_tmp / "run")
-    status, shown, errors = command(capsys, *run, "--steps", "5", "--resume", "--lr", "3e-3", "--on-nonfinite", "skip")
+    status, shown, errors = command(capsys, f"{run} --steps 5 --resume --lr 3e-3 --on-nonfinite skip")
     assert (status, errors) == (0, [])
     said = "resumed run/checkpoints/step-00000003 after step 3, the state bit for bit; from here on with --lr 0.002 -> "
     assert f"{said}0.003, --on-nonfinite stop -> skip" in shown.splitlines()
     assert "2 steps after 3 in " in shown
-    assert [path.name for path in list_checkpoints(in_tmp / "run" / "checkpoints")] == [
-        "step-00000004",
-        "step-00000005",
-    ]
+    assert [path.name[-1] for path in list_checkpoints(in_tmp / "run" / "checkpoints")] == ["4", "5"]
     assert log_of(in_tmp / "run")[: len(before) - 1] == before[:-1]
 
 
-def test_the_total_is_the_total(in_tmp, capsys, quick_probe):
-    run = ("--out", "run", "--decay-steps", "50", "--log-every", "1")
-    assert command(capsys, *run, "--steps", "4")[0] == 0
+def test_the_total_is_the_total(in_tmp, capsys, quick_probe, monkeypatch):
+    run = "--decay-steps 50 --log-every 1"
+    assert command(capsys, f"{run} --out run --steps 4")[0] == 0
     before = newest(in_tmp / "run")
-    for steps in ("4", "2"):
-        status, shown, errors = command(capsys, *run, "--steps", steps, "--resume")
-        assert (status, errors) == (0, [])
-        assert f"nothing is left to train: 4 steps are done, and --steps {steps} counts those, too" in shown
-        assert "0 steps after 4 in " in shown
-        assert log_of(in_tmp / "run")[-1]["steps"] == 4
+    status, shown, errors = command(capsys, f"{run} --out run --steps 2 --resume")
+    assert (status, errors) == (0, [])
+    assert "nothing is left to train: 4 steps are done, and --steps 2 counts those, too" in shown
+    assert "0 steps after 4 in " in shown
+    assert log_of(in_tmp / "run")[-1]["steps"] == 4
     assert len(list_checkpoints(in_tmp / "run" / "checkpoints")) == 1
     require_same(newest(in_tmp / "run"), before)
-    assert command(capsys, *run, "--steps", "6", "--resume")[0] == 0
-    assert command(capsys, *run[2:], "--out", "straight", "--steps", "6")[0] == 0
+    monkeypatch.setattr("cs336_systems.host.console.PLAIN_SECONDS", 0.0)
+    assert run_command(training.main, f"{SHORT} {run} --out run --steps 6 --resume".split()) == 0
+    progress = [line.split(",")[0].split("  ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert progress == ["training 5/6", "training 6/6"]  # it counts from the resumed step
+    assert command(capsys, f"{run} --out straight --steps 6")[0] == 0
     assert figures(in_tmp / "run") == figures(in_tmp / "straight")  # the rates, too
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """A folder with text and a run in it."""
+    """A folder with text, two runs, and the weights of the second in a file."""
     folder = tmp_path_factory.mktemp("begun")
     write_text(folder)
     complete(1, family("bert", folder, out=str(folder / "run"), steps=1))
     complete(1, family("gpt", folder, out=str(folder / "lm"), steps=1))
+    export_plain(newest(folder / "lm"), folder / "plain.safetensors")
     return folder
 
 
-OTHER = {
-    "--seed": ({"seed": 7}, "0", "7"),
-    "--batch-size": ({"batch_size": 6}, "12", "6"),
-    "--context": ({"context": 6, "max_context": 8}, "8", "6"),
-    "--precision": ({"precision": "bf16"}, "fp32", "bf16"),
-    "the model's num_layers": ({"num_layers": 3}, "", "3"),
-    "the model's dropout": ({"dropout": 0.5}, "0.1", "0.5"),
-    "the text's SHA-256": ({"data": ["other"]}, "", ""),
-    "the SHA-256 of the text's sentences": ({"data": ["cut"]}, "", ""),
-    "--mask-prob": ({"mask_prob": 0.3}, "0.15", "0.3"),
-}
+OTHER = (
+    ({"seed": 7}, "--seed was 0 there and is 7 now"),
+    ({"batch_size": 6}, "--batch-size was 12 there and is 6 now"),
+    ({"context": 6, "max_context": 8}, "--context was 8 there and is 6 now"),
+    ({"precision": "bf16"}, "--precision was fp32 there and is bf16 now"),
+    ({"num_layers": 3}, "the model's num_layers was 1 there and is 3 now"),
+    ({"dropout": 0.5}, "the model's dropout was 0.1 there and is 0.5 now"),
+    ({"data": ["other"]}, "the text's SHA-256 was .* there and is .* now"),
+    ({"data": ["cut"]}, "the SHA-256 of the text's sentences was .* there and is .* now"),
+    ({"mask_prob": 0.3}, "--mask-prob was 0.15 there and is 0.3 now"),
+)
 
 
-def refusals_case(group, recipes: list[dict]) -> list[str]:
-    """Message with which each is refused."""
-    found = []
-    for recipe in recipes:
-        try:
-            train_case(group, recipe, [])
-        except UserError as error:
-            found.append(str(error))
-    return found
+def other_runs_case(group, folder: str) -> None:
+    os.chdir(folder)
+    recipe = family("bert", Path(folder), out=f"{folder}/run", steps=2, resume=True)
+    for changes, said in OTHER:
+        with pytest.raises(UserError, match=f"^{folder}/run holds another run: {said}; resume with what it began"):
+            train_case(group, recipe | changes, [])
 
 
 def test_another_run_is_refused_by_name(begun):
     text = (begun / "text").read_text()
     (begun / "other").write_text(text.replace("model", "modal"))
     (begun / "cut").write_text(text.replace(".\nm", ".m\n"))  # the same letters, in other sentences
-    recipes = []
-    for changes, _, _ in OTHER.values():
-        recipe = family("bert", begun, out=str(begun / "run"), steps=2, resume=True)
-        changes = {k: [f"{begun}/{v[0]}"] if k == "data" else v for k, v in changes.items()}
-        recipes.append(recipe | changes)
-    found = ranks.run(refusals_case, 2, recipes=recipes)
-    assert found[0] == found[1]
-    for (name, (_, before, after)), line in zip(OTHER.items(), found[0], strict=True):
-        assert line.startswith(f"{begun / 'run'} holds another run: {name} was {before}"), line
-        assert f" there and is {after}" in line
-        assert line.endswith(" now; resume with what it began with, or name another folder with --out DIR")
+    ranks.run(other_runs_case, 2, folder=str(begun))
     assert len(list_checkpoints(begun / "run" / "checkpoints")) == 1  # none was set aside
-
-
-def test_another_run_is_refused_by_the_one_setting_of_its_experts(tmp_path, capsys, quick_probe):
-    out = ("--num-experts", "2", "--expert-every", "1", "--out", str(tmp_path / "run"))
-    assert command(capsys, *out, "--steps", "1")[0] == 0
-    status, _, errors = command(capsys, *out, "--steps", "2", "--resume", "--capacity-factor", "1")
-    assert (status, len(errors)) == (2, 1)
-    assert "holds another run: capacity_factor was 0.0 there and is 1.0 now; resume with" in errors[0]
 
 
 @pytest.mark.parametrize(("option", "advice"), [("--loss-scale", ""), ("--initial-loss-scale", ", or take more steps")])
 def test_the_advice_after_overflows_names_the_option_that_sets_the_scale(in_tmp, capsys, quick_probe, option, advice):
-    status, shown, _ = command(capsys, "--steps", "2", "--precision", "fp16", option, "1e30")
+    status, shown, _ = command(capsys, f"--steps 2 --precision fp16 {option} 1e30")
     assert status == 0
     assert "2 of 2 steps were skipped: their gradients overflowed fp16, and the loss scale is now " in shown
     assert f"; lower {option}{advice}\n" in shown
@@ -197,33 +171,29 @@ def test_a_run_with_experts_says_whether_other_rows_are_routed_together(tmp_path
     changed = "rows routed together 2 -> 4 (kept by the same --micro-batch-size"
     assert f"the state equal but for rounding (--micro-batch-size 2 -> 4); from here on with {changed}" in said["whole"]
     assert abs(losses["two"] - losses["one"]) < 1e-9 < abs(losses["whole"] - losses["one"])
+    refused = attempt(1, again | {"steps": 9, "capacity_factor": 1.0}, timeout=ranks.COLLECTIVE_TIMEOUT).line
+    assert "holds another run: capacity_factor was 0.0 there and is 1.0 now; resume with" in refused
 
 
 def test_a_constant_loss_scale_may_replace_one_found_by_trial(tmp_path):
+    """What was found goes on, also from an earlier version, which counted overflows."""
     recipe = tiny(tmp_path, **ONE | {"precision": "fp16", "initial_loss_scale": 2.0**10, "steps": 2})
     complete(1, recipe)
+    path = tmp_path / "checkpoints" / "step-00000002" / "manifest.json"
+    body = json.loads(path.read_bytes())["manifest"]
+    body["state"]["trainer"]["scaler"]["overflows"] = 3
+    path.write_bytes(to_text(body))
+    complete(1, recipe | {"steps": 3, "resume": True, "initial_loss_scale": 8.0})
     shown = complete(1, recipe | {"steps": 4, "resume": True, "loss_scale": 64.0}).shown
     assert "; from here on with --loss-scale None -> 64.0" in shown
-    assert [row[6] for row in figures(tmp_path)] == [1024.0, 1024.0, 64.0, 64.0]
-
-
-def together_case(group, recipe: dict) -> str:
-    """A second run in a folder whose lock another process holds."""
-    try:
-        train_case(group, recipe, [])
-    except UserError as error:
-        return str(error)
-    return ""
+    assert [row[6] for row in figures(tmp_path)] == [1024.0, 1024.0, 1024.0, 64.0]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path):
     with locked(tmp_path) as lock:
         print("process 4711", file=lock, flush=True)
-        said = ranks.run(together_case, 2, recipe=tiny(tmp_path, **ONE))
-    assert set(said) == {
-        f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another folder with --out DIR"
-    }
-    complete(2, tiny(tmp_path, **ONE))
+        line = attempt(2, tiny(tmp_path, **ONE), timeout=ranks.COLLECTIVE_TIMEOUT).line
+    assert line.startswith(f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another ")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_is_learned(tmp_path):
@@ -236,8 +206,6 @@ def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_
 @pytest.mark.parametrize("layout", ["gpt dp2 zero3", "gpt pp2"])
 def test_a_run_begins_with_given_weights_in_any_layout(begun, tmp_path, layout):
     path = begun / "plain.safetensors"
-    if not path.exists():
-        export_plain(newest(begun / "lm"), path)
     # Nothing is learned at a rate of 0: what is saved is what it began with.
     recipe = family(layout, begun, out=str(tmp_path), steps=1, lr=0.0, seed=5, weights=str(path))
     complete(ranks_of(layout), recipe)
@@ -246,8 +214,7 @@ def test_a_run_begins_with_given_weights_in_any_layout(begun, tmp_path, layout):
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(begun):
-    path = begun / "lm.safetensors"
-    export_plain(newest(begun / "lm"), path)
+    path = begun / "plain.safetensors"
     recipe = family("gpt pp2", begun, steps=1, log_file=str(begun / "log"), weights=str(path))
     said = attempt(2, recipe | {"num_layers": 4}, timeout=ranks.COLLECTIVE_TIMEOUT).line
     assert said.startswith(f"{path} does not fit the model: it has no blocks.2.")
@@ -260,12 +227,12 @@ def test_a_restart_by_torchrun_goes_on_without_being_told(in_tmp, monkeypatch):
     monkeypatch.setattr(training, "probe", made_up)
     recipe = Recipe.of(**TINY | ONE | {"data": ("random",), "out": in_tmp / "run"})
     work(Place(), recipe)
-    with pytest.raises(UserError, match="go on from it with --resume"):
-        work(Place(), recipe)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(os, "getppid", lambda: 1)  # a launcher that was refused, and tries again
-        with pytest.raises(UserError, match="go on from it with --resume"):
-            work(Place(attempt="1"), recipe)
+    # A launcher that was refused, and tries again, has another number than the one that began the run.
+    for place, parent in ((Place(), os.getppid()), (Place(attempt="1"), 1)):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(os, "getppid", lambda parent=parent: parent)
+            with pytest.raises(UserError, match="go on from it with --resume"):
+                work(place, recipe)
     work(Place(attempt="1"), recipe)
     assert [line["resumed"] for line in log_of(in_tmp / "run") if "resumed" in line] == [3]
 
@@ -285,37 +252,30 @@ def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_pat
     assert figures(tmp_path / "run") == figures(tmp_path / "undisturbed")
 
 
-def test_the_bar_counts_from_the_resumed_step(in_tmp, capsys, quick_probe, monkeypatch):
-    run = ("--out", "run")
-    assert command(capsys, *run, "--steps", "2")[0] == 0
-    monkeypatch.setattr("cs336_systems.host.console.PLAIN_SECONDS", 0.0)
-    status = run_command(training.main, [*SHORT, *run, "--steps", "4", "--resume", "--eval-iters", "1"])
-    progress = [line.split(",")[0].split("  ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert (status, progress) == (0, ["training 3/4", "training 4/4"])
-
-
 def saved(out: Path) -> list[int]:
     """The steps that the log says are saved."""
     assert all(line["save_seconds"] > 0 for line in log_of(out) if "saved" in line)
     return [line["step"] for line in log_of(out) if "saved" in line]
 
 
-@pytest.mark.parametrize(("rank", "background"), [(0, False), (1, True)])
-def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, rank, background):
-    recipe = tiny(tmp_path, num_layers=1, steps=6, save_every=2, background_save=background)
-    outcome = complete(2, recipe, {"rank": rank, "step": 2, "what": "full", "when": "write"})
+@pytest.mark.parametrize(
+    ("rank", "background", "every", "steps", "saves"), [(0, False, 2, 6, [4, 6]), (1, True, 3, 4, [4])]
+)
+def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, rank, background, every, steps, saves):
+    """Beside training it is found out when the next save begins, even the last one."""
+    recipe = tiny(tmp_path, num_layers=1, steps=steps, save_every=every, background_save=background)
+    outcome = complete(2, recipe, {"rank": rank, "step": every, "what": "full", "when": "write"})
     (said,) = [line for line in outcome.shown.splitlines() if "not saved" in line]
-    assert said.startswith(
-        f"step 2: {tmp_path}/checkpoints/step-00000002 was not saved: rank {rank}: No space left on device, "
-    )
+    folder = tmp_path / "checkpoints"
+    assert said.startswith(f"step {every}: {folder}/step-0000000{every} was not saved: rank {rank}: No space left on ")
     assert said.endswith("; earlier checkpoints are as they were")
     (failed,) = [line for line in log_of(tmp_path) if "save_failed" in line]
     assert f"step {failed['step']}: {failed['save_failed']}" == said
-    assert saved(tmp_path) == [4, 6]
-    lines = log_of(tmp_path)  # beside training it is found out when the next save begins
+    assert saved(tmp_path) == saves
+    lines = log_of(tmp_path)
     assert (lines.index(failed) > [line.get("loss") and line["step"] for line in lines].index(4)) == background
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
-    assert [row[0] for row in figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-0000000{step}" for step in saves]
+    assert [row[0] for row in figures(tmp_path)] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -328,18 +288,7 @@ def test_the_last_save_must_not_fail(tmp_path, background):
     assert saved(tmp_path) == [2]
 
 
-def test_a_save_beside_training_that_failed_does_not_cost_the_last(tmp_path):
-    recipe = tiny(tmp_path, num_layers=1, steps=4, save_every=3, background_save=True)
-    outcome = complete(2, recipe, {"rank": 1, "step": 3, "what": "full", "when": "write"})
-    assert "step 3: " in outcome.shown
-    assert saved(tmp_path) == [4]
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
-
-
 def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(tmp_path):
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no device that is always full")
-    outcome = complete(2, tiny(tmp_path, **ONE, log_file=str(full)))
+    outcome = complete(2, tiny(tmp_path, **ONE, log_file="/dev/full"))
     assert set(outcome.results[0]["warnings"]) == {"the log cannot be written: No space left on device"}
     assert newest(tmp_path).step == 3
