@@ -233,7 +233,7 @@ def test_questions_of_the_course(printed):
         (("step", "--tp", "7"), "do not divide over tp 7"),
         (("step", "--tp", "0"), "0 is not in the range"),
         (("table", "--constants", "nowhere.json"), "cannot read nowhere.json"),
-        (("explain", "everything"), "nothing is called 'everything'; choose from step, grids, rings"),
+        (("explain", "everything"), "nothing is called 'everything'; choose from step, rings"),
         (("explain", "rings", "N=0"), "N must be a number above 0"),
         (("explain", "step", "--tp", "5"), "do not divide over tp 5"),
         (("fit", "runs.json", "--tp", "2", "--size", "xl"), "--size is for logs: runs in runs.json say it themselves"),

@@ -12,7 +12,6 @@ from cs336_systems.cost.commands.search import command
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions, SearchOptions
 from cs336_systems.cost.machines import CONSTANTS, system_preset, write_json
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
 from cs336_systems.cost.search_space import Space, option
 from cs336_systems.cost.stacks import STACKS
@@ -95,15 +94,14 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "check_path", lambda path: None)
     monkeypatch.setattr(plot, "_write", lambda figure, out: None)
     monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append(study.system))
-    monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(given[2]))
     write_json(tmp_path / "own.json", OWN.record())
     monkeypatch.setattr(probe, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
     for words, expected in {
         f"scaling --machine-file {tmp_path / 'own.json'}": [("own", own)],
-        "degrees": [("A100-80GB", CONSTANTS)],
-        "degrees --system H100 --system Here": [("H100", CONSTANTS), ("this", own)],
-        "degrees --kernels torch": [("A100-80GB", STACKS["other"].own())],
+        "scaling": [("A100-80GB", CONSTANTS)],
+        "scaling --system Here": [("this", own)],
+        "scaling --kernels torch": [("A100-80GB", STACKS["other"].own())],
         "scaling --zero 3": [("A100-80GB", STACKS["fsdp"].own())],
         "scaling --stack nanotron": [("A100-80GB", STACKS["nanotron"].own())],
     }.items():
