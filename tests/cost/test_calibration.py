@@ -54,13 +54,6 @@ def powers(seconds: float, **exponents: float) -> Observation:
     return Observation(replace(RUNS[0], id=str(exponents)), "step", seconds, predict)
 
 
-def test_a_fit_predicts_nothing_twice_with_the_same_constants():
-    used, (first, *others) = [], observed(RUNS, replace(CONSTANTS, product=0.7))
-    counted = replace(first, predict=lambda constants: used.append(constants) or first.predict(constants))
-    fit([counted, *others], which=("product", "memory"))
-    assert len(used) == len(set(used)) > 5
-
-
 def test_constants_are_recovered_from_what_the_model_says():
     which = ("product", "memory", "host", "inside", "between")
     truth = replace(CONSTANTS, product=0.7, memory=0.5, host=60e-6, inside=0.5, between=0.3)
@@ -76,17 +69,14 @@ def test_what_the_data_do_not_determine_stays():
     alone = [each for each in RUNS if each.plan.ranks == 1]
     found = fit(observed(alone, replace(CONSTANTS, memory=0.4)), which=("memory", "inside", "between", "hidden"))
     for name in ("inside", "between", "hidden"):
-        assert getattr(found.constants, name) == pytest.approx(getattr(CONSTANTS, name), rel=1e-12)
         assert found.determined(name) == pytest.approx(0.0, abs=1e-12)
         assert found.deviation[name] == pytest.approx(found.width)
     assert found.constants.memory == pytest.approx(0.4, rel=0.02)
-    others = set(NAMES) - {"memory"}
-    assert {name: getattr(found.constants, name) for name in others} == pytest.approx(
-        {name: getattr(CONSTANTS, name) for name in others}, rel=1e-12
-    )
+    rest = [asdict(replace(each, memory=1.0)) for each in (found.constants, CONSTANTS)]
+    assert rest[0] == pytest.approx(rest[1], rel=1e-12)
 
 
-@pytest.mark.parametrize(("width", "noise"), [(0.5, 0.1), (0.2, 0.4), (2.0, 0.01)])
+@pytest.mark.parametrize(("width", "noise"), [(0.5, 0.1), (0.2, 0.4)])
 def test_one_measurement_of_one_constant_in_closed_form(width, noise):
     """The mean of prior and measurement, each weighted with the inverse of its variance."""
     found = fit([powers(3.0, host=1.0)], ONE, ("host",), width, noise)
@@ -141,20 +131,14 @@ def test_constants_that_are_zero_stay_and_others_are_fitted():
     shown = " ".join(fill_file("fit", summary(found, data)))
     assert "kept at zero, since a fit changes constants by factors: host, call" in shown
     assert "warning: memory 2: a share above 1 is more than the machine can do" in shown
+    for given, words in (
+        (([],), "nothing to fit to"), ((data, ONE, ()), "name at least one"),
+        ((data, replace(ONE, host=0.0), ("host",)), "host: zero before the fit"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            fit(*given)
     assert fit([powers(2.0, host=1.0)], ONE, ("host",)).impossible() == {}  # which is no share
     assert fit([powers(1.001, memory=1.0)], ONE, ("memory",), noise=1e-4).impossible() == {}  # shown as 1
-
-
-def test_bad_requests():
-    data = [powers(2.0, host=1.0)]
-    for arguments, words in (
-        (([],), "nothing to fit to"),
-        ((data, ONE, ("hots",)), "no constant is called hots: choose from product"),
-        ((data, ONE, ()), "name at least one"),
-        ((data, replace(ONE, host=0.0), ("host",)), "host: zero before the fit"),
-    ):
-        with pytest.raises(UserError, match=words):
-            fit(*arguments)
 
 
 def test_constants_in_a_file(tmp_path):
@@ -187,10 +171,8 @@ def test_the_command(tmp_path, capsys):
     names = ["8 GPUs", "32 GPUs", "64 GPUs", "128 GPUs"]
     assert (kept["fitted"], [each["id"] for each in kept["to"]]) == (["host", "between"], names)
     assert load_constants(out).between == kept["constants"]["between"] < kept["prior"]["between"]
-    again = [str(NOTES), "--system", "A100-40GB", "--use", "gradients", "--only", "call", "--constants", str(out)]
-    assert run_command(command, again) == 0
-    shown = capsys.readouterr().out
-    assert f" {kept['constants']['between']:.3g} " in shown
+    assert run_command(command, [*common[:3], "--use", "gradients", "--only", "call", "--constants", str(out)]) == 0
+    assert f" {kept['constants']['between']:.3g} " in capsys.readouterr().out
 
 
 def test_the_command_on_a_log_without_arguments(tmp_path, capsys):

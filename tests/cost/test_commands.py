@@ -6,24 +6,25 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cs336_systems import cost
 from cs336_systems.cost import __main__ as cli
 from cs336_systems.cost.commands import step
 from cs336_systems.cost.commands.explain import AXES, PASSES, Derivation, explain_step
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
-from cs336_systems.cost.course import question
-from cs336_systems.cost.flops import count_parameters, forward_flops, least_forward_flops
+from cs336_systems.cost.course import ANSWERS, question
+from cs336_systems.cost.flops import forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
 from cs336_systems.cost.notebook.tables import Notebook, as_records
 from cs336_systems.cost.operator_time import collective_seconds
 from cs336_systems.cost.plan_memory import peak_bytes
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.console import format_bytes, format_seconds
-from cs336_systems.presets import model_preset
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/cost.md"
 GPT = ["--tp", "8", "--sequence-parallel", "--dropout", "0.1"]
@@ -35,7 +36,7 @@ REQUESTS = {"gpt": PIPELINE, "experts": EXPERTS, "llama": LLAMA, "overlap": [*GP
 REQUESTS["modules"] = [*EXPERTS[:-4], "--recompute-modules", "layernorm,moe,mlp", "--top-k", "4"]
 REQUESTS["modules"] += ["--expert-d-ff", "1024"]
 REQUESTS["fp8"] = [*LLAMA[:-4], "--system", "B200", "--shard", "4", "--precision", "fp8", "--head-dim", "64"]
-REQUESTS["nth"] = [*LLAMA[:-2], "--recompute", "full", "--recompute-nth", "3", "--power", "500"]
+REQUESTS["nth"] = [*LLAMA[:-2], "--recompute", "full", "--recompute-nth", "3", "--power", "500", "--stack", "megatron"]
 
 
 def asked(*arguments: str) -> Request:
@@ -45,53 +46,48 @@ def asked(*arguments: str) -> Request:
     return take_request(given)
 
 
+# Bytes that the operators of a block of each kind and of both ends move forward, move backward, and keep; their kernels
+# forward; weights, and FLOPs backward, of all layers. Who changes a number here changes predictions.
+COUNTS = {
+    "gpt": (1_731_530_752, 2_632_347_648, 174_252_032, 24, 21_850_386_432, 181_845_727_641_600),
+    "experts": (1_976_303_616, 2_039_480_320, 312_049_664, 39, 956_339_712, 740_881_858_560),
+    "llama": (17_930_649_600, 16_791_896_064, 2_739_404_800, 36, 8_030_261_248, 144_946_556_305_408),
+    "overlap": (1_731_530_752, 2_632_347_648, 174_252_032, 24, 21_850_386_432, 181_845_727_641_600),
+    "modules": (1_741_422_592, 1_578_106_880, 295_272_448, 39, 352_359_936, 586_263_035_904),
+    "fp8": (17_691_574_272, 16_317_939_712, 2_596_798_464, 40, 7_359_172_608, 122_956_323_749_888),
+    "nth": (18_635_292_672, 18_201_182_208, 3_310_354_432, 34, 8_030_261_248, 144_946_556_305_408),
+}
+
+
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_table_adds_up_to_the_step(printed, name):
+def test_the_table_adds_up_to_the_step_and_counts_what_the_model_has(printed, name):
     """On one stage; a pipeline's stages are asked for one by one."""
     options = [*REQUESTS[name], *(["--pp", "1", "--chunks", "1"] if name == "gpt" else [])]
     request, table = asked(*options), json.loads(printed("table", *options, "--json"))
-    parts, total = request.step.parts, table["total"]
+    plan, config, parts, total = request.plan, request.config, request.step.parts, table["total"]
     sends = sum(parts[each] for each in ("tensor-parallel", "context-parallel", "expert-parallel"))
     computing = parts["forward"] + parts["backward"] + parts["recompute"] + sends
     listed = sum(total[f"{each}_seconds"] for each in ("forward", "backward", "recompute"))
-    assert request.plan.microbatches * listed == pytest.approx(computing, rel=1e-12)
-    assert request.plan.microbatches * total["host_seconds"] == pytest.approx(parts["host"], rel=1e-12)
-    for group in table["groups"]:
-        for way in ("forward", "backward"):
-            for each in (one[way] for one in group["operators"]):
-                causes = {word: each[f"{word}_seconds"] for word in ("compute", "memory", "launch", "network")}
-                assert each["bound"] == max(causes, key=causes.__getitem__)
-                assert each["seconds"] == pytest.approx(sum(causes.values()), rel=1e-12)
+    assert plan.microbatches * listed == pytest.approx(computing, rel=1e-12)
+    assert plan.microbatches * total["host_seconds"] == pytest.approx(parts["host"], rel=1e-12)
+    operators, start = [one for group in table["groups"] for one in group["operators"]], request.system.constants.start
+    for each in (one[way] for one in operators for way in ("forward", "backward")):
+        causes = {word: each[f"{word}_seconds"] for word in ("compute", "memory", "launch", "network")}
+        assert each["bound"] == max(causes, key=causes.__getitem__)
+        assert each["seconds"] == pytest.approx(sum(causes.values()), rel=1e-12)
+    nbytes = [sum(one[way]["bytes"] for one in operators) for way in ("forward", "backward")]
+    launches = sum(one["forward"]["launch_seconds"] for one in operators) / start
+    counts = *nbytes, sum(one["kept_bytes"] for one in operators), round(launches)
+    assert (*counts, total["weights"], total["flops_backward"]) == COUNTS[name]
 
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_the_table_counts_what_the_model_has(printed, name):
-    request, table = asked(*REQUESTS[name]), json.loads(printed("table", *REQUESTS[name], "--json"))
-    plan, config = request.plan, request.config
-    whole = least_forward_flops(config, plan.micro_batch, request.seq)
     tokens = plan.micro_batch * request.seq
+    whole = least_forward_flops(config, plan.micro_batch, request.seq)
     padded = -config.vocab_size % plan.tp * 2 * tokens * config.d_model
     routers = config.expert_layers * (plan.tp - 1) * 2 * tokens * config.d_model * config.num_experts  # not split
-    assert table["total"]["flops_forward"] * plan.tp * plan.cp == whole + padded + routers
-    if config.attention == "naive":
-        assert table["total"]["flops_backward"] == 2 * table["total"]["flops_forward"]
+    assert total["flops_forward"] * plan.tp * plan.cp == whole + padded + routers
 
 
-def test_the_table_has_every_weight_of_a_model_without_biases(printed):
-    for size in ("llama-8b", "2.7B"):
-        table = json.loads(printed("table", "--size", size, "--json"))
-        assert table["total"]["weights"] == sum(count_parameters(model_preset(size)).values())
-
-
-def test_what_binds_an_operator():
-    table = {each.operator.name: each for each in Derivation(asked(*GPT)).parts[0].operators}
-    expected = {"up": "compute", "GELU": "memory", "attention dropout, sum": "network"}
-    assert {name: table[name].forward.bound for name in expected} == expected
-    tiny = Derivation(asked("--size", "tiny")).parts[0].operators
-    assert next(each for each in tiny if each.operator.name == "attention norm").forward.bound == "launch"
-
-
-def test_the_notebook(printed, run):
+def test_the_notebook(printed):
     out = printed("table", "--preset", "seed")
     assert "0.618475" in out  # fc2's TFLOP
     assert "What the notebook gets wrong" in out
@@ -103,9 +99,6 @@ def test_the_notebook(printed, run):
     assert layer["forward computes"]["corrected"] == pytest.approx(layer["forward computes"]["notebook"], rel=1e-3)
     assert layer["weights"]["corrected"] == pytest.approx(layer["weights"]["notebook"], rel=1e-3)
     assert layer["forward time"]["corrected"] > layer["forward time"]["notebook"]
-    status, _, err = run("table", "--preset", "seed", "--pp", "2")
-    assert status == 2
-    assert err == "error: the notebook has sizes of its own: leave out --pp\n"
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -128,13 +121,12 @@ def test_step_prints_what_it_predicts(printed, name):
     assert f"{format_bytes(sum(found['memory_bytes'].values()))}" in out
     assert [line for line in found["warnings"] if line[:40] not in out] == []
     least = predicted.model_flops / (predicted.plan.ranks * predicted.system.peak(predicted.plan.number))
-    products = predicted.parts["forward"] + predicted.parts["backward"]
-    losses = {"at_peak": least, "kernels": products - least, "else": predicted.total - products}
-    assert found["losses"] == pytest.approx(losses, rel=1e-12)
+    assert [found["losses"]["at_peak"], sum(found["losses"].values())] == pytest.approx([least, predicted.total])
     assert f"= {format_seconds(least)} at the peak + " in out
 
 
-def test_the_example_in_python_predicts_what_the_command_does(printed, tmp_path, capsys):
+def test_the_example_in_python_predicts_what_the_command_does(printed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cost, "search", partial(cost.search, limit=100))
     example = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     (tmp_path / "example.py").write_text(example)
     step = runpy.run_path(str(tmp_path / "example.py"))["step"]
@@ -143,21 +135,18 @@ def test_the_example_in_python_predicts_what_the_command_does(printed, tmp_path,
     assert json.loads(printed("step", *said, "--json"))["seconds"] == step.total
 
 
-@pytest.mark.parametrize("kernels", [[], ["--kernels", "torch"]])
-def test_memory_shows_each_zero_stage_as_step_predicts_it(printed, kernels):
-    options = ["--size", "small", "--dp", "4", *kernels]
+@pytest.mark.parametrize("more", [["--shard", "2"], ["--kernels", "torch"]])
+def test_memory_shows_each_zero_stage_as_step_predicts_it(printed, more):
+    options = ["--size", "small", "--dp", "4", "--zero", "1", *more]
     for each in json.loads(printed("memory", *options, "--json"))["choices"]:
+        if "--shard" in more and not each["zero"]:  # which shards nothing
+            continue
         same = ["--zero", str(each["zero"]), "--recompute", each["recompute"]]
         found = json.loads(printed("step", *options, *same, "--json"))
         assert (each["peak_bytes"], each["stack"]) == (sum(found["memory_bytes"].values()), found["plan"]["stack"])
 
 
-def test_sizes_beyond_any_model_are_refused(run):
-    status, _, err = run("step", "--size", "small", "--d-ff", "9" * 320)
-    assert (status, err) == (2, "error: --d-ff has 320 digits: give 10^15 at most\n")
-
-
-def test_a_training(printed, run):
+def test_a_training(printed):
     found = json.loads(printed("step", *GPT, "--tokens", "3e11", "--json"))
     whole = found["training"]
     assert whole == {
@@ -169,10 +158,6 @@ def test_a_training(printed, run):
         "step", *GPT, "--tokens", "3e11"
     )
     assert "training" not in json.loads(printed("step", *GPT, "--json"))
-    for tokens in ("0", "nan", "inf"):
-        status, _, err = run("step", *GPT, "--tokens", tokens)
-        assert status == 2
-        assert err.startswith("error: Invalid value for '--tokens'")
 
 
 def test_hfu_counts_blocks_twice_under_full_recomputation():
@@ -209,7 +194,7 @@ def test_every_part_of_a_step_is_derived(printed, name):
     assert waits * request.plan.microbatches == pytest.approx(found.step.parts["host"], rel=1e-12)
 
 
-def test_the_largest_product_is_derived(printed):
+def test_the_largest_product_is_derived():
     numbers, _ = explain_step(asked(*GPT))
     flops, system = 2 * 2048 * 12288 * 6144, system_preset("a100-80gb")
     waves = 2048 * 6144 / 32768 / 108
@@ -217,14 +202,16 @@ def test_the_largest_product_is_derived(printed):
     rate = 312e12 * system.attainable * CONSTANTS.product * busy * steps
     expected = {"waves": waves, "full": busy, "long": steps, "rate": rate, "compute": flops / rate}
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-    text = " ".join(printed("explain", "step", *GPT).split())
-    assert f"2 x 2048 x 12288 x 6144 = {flops / 1e9:.0f} GFLOP" in text
-    assert f"{rate / 312e12:.1%} of peak: {format_seconds(flops / rate)}" in text
+
+
+def test_a_stage_without_blocks_is_explained(printed):
+    assert '"logits" is' in printed("explain", "step", "--size", "llama-8b", "--num-layers", "2", "--pp", "3")
 
 
 def test_questions_of_the_course(printed):
     assert printed("explain", "rings", "N=16") == question("rings", N=16).markdown() + "\n"
-    assert re.search("^ *xxl-memory ", printed("explain"), re.MULTILINE)
+    assert all(f"  {name} " in printed("explain") for name in ("step", *ANSWERS))
+    assert "N=8, S=1e9" in printed("explain", "rings", "--help")
 
 
 @pytest.mark.parametrize(
@@ -233,11 +220,14 @@ def test_questions_of_the_course(printed):
         (("step", "--tp", "7"), "do not divide over tp 7"),
         (("step", "--tp", "0"), "0 is not in the range"),
         (("table", "--constants", "nowhere.json"), "cannot read nowhere.json"),
-        (("explain", "everything"), "nothing is called 'everything'; choose from step, grids, rings"),
+        (("explain", "everything"), "nothing is called 'everything'; choose from step, rings"),
         (("explain", "rings", "N=0"), "N must be a number above 0"),
-        (("explain", "step", "--tp", "5"), "do not divide over tp 5"),
         (("fit", "runs.json", "--tp", "2", "--size", "xl"), "--size is for logs: runs in runs.json say it themselves"),
         (("predict",), "No such command 'predict'"),
+        (("step", "--size", "small", "--d-ff", "9" * 320), "--d-ff has 320 digits: give 10^15 at most"),
+        (("table", "--preset", "seed", "--pp", "2"), "the notebook has sizes of its own: leave out --pp"),
+        (("step", "--size", "llama-8b", "--recompute-nth", "2"), "2 needs --recompute selective or full"),
+        *((("step", "--tokens", tokens), "Invalid value for '--tokens'") for tokens in ("0", "nan", "inf")),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, words):

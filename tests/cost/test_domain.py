@@ -43,10 +43,6 @@ def test_the_limits_are_those_of_the_fitted_runs():
     assert all(run.plan.local("tp", node=run.system.node) == run.plan.tp for run in RUNS)
 
 
-def test_inside_there_is_nothing_to_say():
-    assert warnings(GPT, INSIDE, 2048, A100) == []
-
-
 @pytest.mark.parametrize(
     ("words", "model", "plan", "seq", "system"),
     [
@@ -61,18 +57,17 @@ def test_inside_there_is_nothing_to_say():
     ],
 )
 def test_each_way_out_has_its_sentence(words, model, plan, seq, system):
+    assert warnings(GPT, INSIDE, 2048, A100) == []
     found = warnings(GPT.override(**model), INSIDE.override(**plan), seq, system)
     assert sum(words in each for each in found) == 1, found
     assert all("\n" not in each for each in found)
 
 
 def test_a_range_is_wider_outside():
-    inside = step_time(GPT, INSIDE, 2048, A100)
-    outside = step_time(GPT, INSIDE, 2048, system_preset("b200"))
-    stack = STACKS["megatron"]
-    assert time_range(inside) == tuple(each * inside.total for each in stack.range)
-    low, high = (each * outside.total for each in stack.range)
-    assert time_range(outside) == (low / domain.WIDER, high * domain.WIDER)
+    for system, wider in ((A100, 1.0), (system_preset("b200"), domain.WIDER)):
+        step = step_time(GPT, INSIDE, 2048, system)
+        low, high = (each * step.total for each in STACKS["megatron"].range)
+        assert time_range(step) == (low / wider, high * wider)
 
 
 def test_a_narrow_rank_and_a_wide_model():
@@ -88,11 +83,7 @@ def test_a_narrow_rank_and_a_wide_model():
 def test_bert_on_thetagpu_is_bound_by_its_host():
     """The runs whose logs say so, one GPU and many."""
     bert, theta = model_preset("bert-345m").override(recompute="segments"), system_preset("ThetaGPU")
-    for plan in (
-        Plan(micro_batch=4, global_batch=8),
-        Plan(tp=2, pp=2, dp=2, micro_batch=4, global_batch=32),
-        Plan(tp=2, pp=2, dp=32, micro_batch=4, global_batch=512),
-    ):
+    for plan in (Plan(micro_batch=4, global_batch=8), Plan(tp=2, pp=2, dp=32, micro_batch=4, global_batch=512)):
         assert sum("host" in each for each in warnings(bert, plan, 512, theta)) == 1
     # With enough rows the same model's kernels are long.
     large = warnings(bert, Plan(micro_batch=128, global_batch=128), 512, theta)
@@ -103,6 +94,5 @@ def test_bert_on_thetagpu_is_bound_by_its_host():
 def test_commands_that_print_times_warn(command, capsys):
     model = ["--size", "llama-8b", "--num-layers", "2"]
     where = ["--gpus", "1", "--batch-size", "1"] if command == "search" else []
-    for system, count in (("B200", 1), ("H100", 0)):
-        assert run_command(main, [command, *model, *where, "--system", system]) == 0
-        assert capsys.readouterr().out.count(f"no run on {system} was fitted") == count
+    assert run_command(main, [command, *model, *where, "--system", "B200"]) == 0
+    assert capsys.readouterr().out.count("no run on B200 was fitted") == 1

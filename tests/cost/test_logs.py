@@ -171,7 +171,7 @@ def test_the_slowest_rank_is_not_the_last():
     assert most.predict(CONSTANTS) > 1.2 * last.predict(CONSTANTS)
 
 
-def test_arguments_of_newer_versions():
+def test_arguments_of_newer_and_older_versions():
     newer = arguments(
         group_query_attention=True, num_query_groups=4, swiglu=True, ffn_hidden_size=2816, sequence_parallel=True,
         use_distributed_optimizer=True, overlap_grad_reduce=True, use_flash_attn=True, bf16=True, fp16=False,
@@ -189,6 +189,15 @@ def test_arguments_of_newer_versions():
     run = run_of(block(**experts) + iteration(20, 232.5))
     assert (run.config.num_experts, run.config.mixture.top_k, run.config.expert_every) == (8, 1, 1)
     assert (run.plan.ep, run.plan.dp, run.plan.data, run.plan.ranks) == (2, 1, 2, 8)
+    note = " > padded vocab (size: 28996) with 188 dummy tokens (new size: 29184)\n"  # from the start of a log
+    assert run_of(block(**arguments(padded_vocab_size="None")) + note + iteration(20, 1.0)).config.vocab_size == 29_184
+    older = {"batch_size": 4, "model_parallel_size": 2, "checkpoint_activations": True}  # of version 1
+    older |= dict.fromkeys(("micro_batch_size", "global_batch_size", "data_parallel_size"))
+    older |= dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
+    text = "\n".join(line for line in block(**arguments(**older)).split("\n") if not line.endswith(" None"))
+    run = run_of(text + WORDINGS["version 1"])
+    assert (run.plan.tp, run.plan.pp, run.plan.dp, run.plan.micro_batch, run.plan.global_batch) == (2, 1, 4, 4, 16)
+    assert run.config.recompute == "segments"
     assert run_of(block(**arguments(fp16=False)) + iteration(20, 1.0)).plan.width == 4
     assert run_of(block(**arguments(data_parallel_size=None)) + iteration(20, 1.0)).plan.dp == 2
 
@@ -234,21 +243,6 @@ def test_options_count_for_more_than_a_log():
     more = replace(given, plan=given.plan.override(global_batch=8), options=given.options | {"batch_size": 8})
     assert run_of(line + iteration(20, 232.5), more).plan.global_batch == 8
     assert bare.notes == ("--pp, --micro-batch-size: 1, since neither the log nor an option says",)
-
-
-def test_words_are_known_from_the_start_of_a_log():
-    note = " > padded vocab (size: 28996) with 188 dummy tokens (new size: 29184)\n"
-    assert run_of(block(**arguments(padded_vocab_size="None")) + note + iteration(20, 1.0)).config.vocab_size == 29_184
-
-
-def test_arguments_of_version_1():
-    older = arguments(batch_size=4, model_parallel_size=2, checkpoint_activations=True)
-    for name in ("micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "data_parallel_size",
-                 "pipeline_model_parallel_size"):  # fmt: skip
-        del older[name]
-    run = run_of(block(**older) + WORDINGS["version 1"])
-    assert (run.plan.tp, run.plan.pp, run.plan.dp, run.plan.micro_batch, run.plan.global_batch) == (2, 1, 4, 4, 16)
-    assert run.config.recompute == "segments"
 
 
 @pytest.mark.parametrize(

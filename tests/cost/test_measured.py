@@ -55,29 +55,17 @@ def test_own_records(tmp_path):
     run = step.run
     assert (run.plan.tp, run.plan.pp, run.plan.sequence, run.plan.width, run.config.causal) == (2, 2, True, 2, False)
     assert (compute.what, compute.seconds) == ("compute", 0.012)
-    path.write_text(json.dumps(rows[2]))
-    with pytest.raises(UserError, match="no timings that the model predicts"):
-        read_measured(path, LogOptions())
-    path.write_text("[" * 100_000)
-    with pytest.raises(UserError, match="line 1 is not JSON"):
-        read_measured(path, LogOptions())
-    path.write_text('{"benchmark": "e2e"}')
-    with pytest.raises(UserError, match="neither records nor a training log of this project: it lacks 'samples_ms'"):
-        read_measured(path, LogOptions())
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"samples_ms": [-1.0]}, "tiny 16 x 64 fp32 step: step took -0.001 s: times are positive"),
-        ({"metrics": {"peak_flops_per_s": 0, "bandwidth_bytes_per_s": 4e10}}, "bytes/s and cores .* above zero"),
-    ],
-)
-def test_a_record_that_no_machine_made(tmp_path, changes, says):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps(record(**changes)))
-    with pytest.raises(UserError, match=says):
-        read_measured(path, LogOptions())
+    no_machine = {"peak_flops_per_s": 0, "bandwidth_bytes_per_s": 4e10}
+    for text, says in (
+        (json.dumps(rows[2]), "no timings that the model predicts"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        ('{"benchmark": "e2e"}', "neither records nor a training log of this project: it lacks 'samples_ms'"),
+        (json.dumps(record(samples_ms=[-1.0])), "tiny 16 x 64 fp32 step: step took -0.001 s: times are positive"),
+        (json.dumps(record(metrics=no_machine)), "bytes/s and cores .* above zero"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=says):
+            read_measured(path, LogOptions())
 
 
 def test_a_training_log_of_this_project(tmp_path):
@@ -99,12 +87,13 @@ def test_a_training_log_of_this_project(tmp_path):
     run = step.run
     assert (step.seconds, run.config) == (0.052, model_preset("tiny"))
     assert (run.plan.dp, run.plan.zero, run.plan.microbatches, run.plan.width) == (2, 1, 2, 2)
-    path.write_text("\n".join(map(json.dumps, lines[:2])))
-    with pytest.raises(UserError, match=r"train\.jsonl has no timers: train with --timers"):
-        read_measured(path, A100)
-    path.write_text("\n".join(map(json.dumps, [header | {"seq": "x"}, *lines[2:]])))
-    with pytest.raises(UserError, match="is neither records nor a training log"):
-        read_measured(path, A100)
+    for bad, says in (
+        (lines[:2], r"train\.jsonl has no timers: train with --timers"),
+        ([header | {"seq": "x"}, *lines[2:]], "is neither records nor a training log"),
+    ):
+        path.write_text("\n".join(map(json.dumps, bad)))
+        with pytest.raises(UserError, match=says):
+            read_measured(path, A100)
 
 
 def test_a_list_of_runs(tmp_path):

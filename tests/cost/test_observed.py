@@ -6,19 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.cost import backward_flops, count_parameters, forward_flops, recompute_flops
+from cs336_systems.cost import MODES, count_parameters, memory
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.model import routing
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import Mixture, ModelConfig, model_preset
+from tests.cost.test_cost import BATCH, BERT, GPT2, LLAMA, SEQ, SMALL
 from tests.support.traffic_cases import in_turn
 
-# No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
-BATCH, SEQ = 5, 8
-SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=1, num_heads=4)
-GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
-LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
-BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}
+ONE = replace(SMALL, num_layers=1)
 SPARSE = {"num_experts": 4, "expert_every": 1}
 VARIANTS = {
     "rmsnorm": {"num_layers": 2},
@@ -62,39 +58,26 @@ def saved_bytes(config: ModelConfig, precision: str) -> int:
 
 
 IN_BF16 = ("rmsnorm", "llama", "sdpa", "fused", "experts")
+IN_FP32 = [name for name in VARIANTS if name not in ("rmsnorm", "llama", "experts")]
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [*((name, "fp32") for name in VARIANTS), *((name, "bf16") for name in IN_BF16)]
+    ("name", "precision"), [*((name, "fp32") for name in IN_FP32), *((name, "bf16") for name in IN_BF16)]
 )
 def test_bytes_kept_for_backward_are_those_of_the_running_model(monkeypatch, name, precision):
     monkeypatch.setattr(routing, "choose", in_turn)  # a balanced router
-    config = replace(SMALL, **VARIANTS[name])
+    config = replace(ONE, **VARIANTS[name])
     assert observe_passes(config, BATCH, SEQ, precision).kept == saved_bytes(config, precision)
-
-
-@pytest.mark.parametrize("name", ["rmsnorm", "gpt2", "llama", "sdpa", "selective", "experts", "one-hot experts"])
-def test_flops_are_those_of_the_formulas(name):
-    config = replace(SMALL, **VARIANTS[name])
-    phases = observe_passes(config, BATCH, SEQ).phases
-    forward = sum(forward_flops(config, BATCH, SEQ).values())
-    assert phases["evaluation"].flops == phases["forward"].flops == forward
-    backward = backward_flops(config, BATCH, SEQ) + recompute_flops(config, BATCH, SEQ)
-    if name == "sdpa":  # which makes the scores once more
-        backward += config.num_layers * 2 * BATCH * SEQ**2 * config.d_model
-    if name == "selective":  # stops before the last product
-        backward -= config.num_layers * 2 * BATCH * SEQ**2 * config.d_model
-    assert phases["backward"].flops == backward
-    assert phases["optimizer"].flops == 0
 
 
 def test_memory_of_the_modes():
     config = replace(model_preset("tiny"), num_layers=2)
     weights = 4 * sum(count_parameters(config).values())
     passes = observe_passes(config, 2, 16)
-    forward, backward, both, step = (
-        passes.memory(mode) for mode in ("forward", "backward", "forward-backward", "step")
-    )
+    forward, backward, both, step = (passes.memory(mode) for mode in MODES)
+    assert memory(config, 2, 16, "step") == step
+    assert passes.phases["optimizer"].flops == 0
+    assert passes.phases["evaluation"].flops == passes.phases["forward"].flops > 0
     assert forward["parameters"] == step["parameters"] == weights
     assert forward["gradients"] == forward["optimizer state"] == both["optimizer state"] == 0
     assert step["optimizer state"] == 2 * weights

@@ -6,7 +6,6 @@ from math import inf, log2
 
 import pytest
 
-from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, system_preset
 from cs336_systems.cost.operator_time import (
@@ -20,7 +19,6 @@ from cs336_systems.cost.operator_time import (
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Collective, Kernel, Rank, sweep
 from cs336_systems.cost.step_time import stage_seconds
-from cs336_systems.host.console import run_command
 from tests.support.cost_cases import GPT, IDEAL, LLAMA, machine
 
 RANK = Rank(GPT, Plan(), 32)
@@ -56,24 +54,14 @@ def test_a_product_takes_the_slower_of_computing_and_moving():
     assert kernel_time(work, both).busy == max(flops / 2, nbytes / 3)
     # Where both are equal, neither waits for the other.
     assert kernel_time(work, replace(slow, bandwidth=2 * nbytes / flops)).busy == flops / 2
-
-
-def test_element_wise_work_moves_bytes_and_starts_kernels():
+    # Narrow numbers and wide ones have rates of their own, as has fused attention, whatever its inner dimension.
+    system = replace(machine(), matmul_flops=8.0, wide_flops=2.0, attainable=0.5)
+    assert [kernel_time(work._replace(width=width), system).busy for width in (2, 4)] == [flops / 4, flops]
+    system, work = machine(flops=1.0, fused=0.5, ramp=64.0), product(128, 64, 128)
+    assert [product_rate(work._replace(fused=fused), system) for fused in (False, True)] == [64 / (64 + 64), 0.5]
+    # Element-wise work moves bytes and starts kernels.
     system = replace(machine(memory=10.0), constants=replace(IDEAL, memory=0.5, start=0.25))
     assert kernel_time(sweep(40.0, 3), system).busy == 3 * 0.25 + 40 / 5
-
-
-def test_narrow_numbers_and_wide_ones_have_rates_of_their_own():
-    system = replace(machine(), matmul_flops=8.0, wide_flops=2.0, attainable=0.5)
-    work = product(8, 16, 32)
-    assert kernel_time(work, system).busy == work.flops / 4
-    assert kernel_time(work._replace(width=4), system).busy == work.flops / 1
-
-
-def test_fused_attention_pays_for_what_is_not_a_product_but_not_for_its_short_inner_dimension():
-    system, work = machine(flops=1.0, fused=0.5, ramp=64.0), product(128, 64, 128)
-    assert product_rate(work, system) == 64 / (64 + 64)
-    assert product_rate(work._replace(fused=True), system) == 0.5
 
 
 @pytest.mark.parametrize(("verb", "rounds"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
@@ -124,12 +112,6 @@ def test_a_collective_goes_along_its_axis_where_the_plan_put_that():
     assert collective_seconds(each._replace(axis="cp"), plan, system) == 0
 
 
-def test_keys_and_values_travel_in_the_open_whatever_overlaps():
-    each, plan, system = Collective("all-gather", "cp", 1e6), Plan(cp=4), machine(link=1.0)
-    seconds = [collective_seconds(each, plan.override(overlap=o), system) for o in ("data", "all")]
-    assert seconds == [1e6 * 3 / 4] * 2
-
-
 def test_overlap_leaves_one_part_of_a_gather_and_what_the_others_take_from_products():
     system = machine(link=30.0, hidden=0.25)
     plan = Plan(tp=4, overlap="data")
@@ -138,11 +120,11 @@ def test_overlap_leaves_one_part_of_a_gather_and_what_the_others_take_from_produ
         alone = collective_seconds(each, plan, system)
         behind = collective_seconds(each, plan.override(overlap="all"), system)
         assert behind == pytest.approx(alone / 4 + 0.25 * alone * 3 / 4)
-    # A sum has no parts that a product could wait for one by one.
-    each = Collective("all-reduce", "tp", 960.0)
-    assert collective_seconds(each, plan.override(overlap="all"), system) == pytest.approx(
-        collective_seconds(each, plan, system)
-    )
+    # A sum has no parts that a product could wait for one by one; keys and values are needed at once.
+    for verb, axis in (("all-reduce", "tp"), ("all-gather", "cp")):
+        each, split = Collective(verb, axis, 960.0), Plan(**{axis: 4})
+        alone, behind = (collective_seconds(each, split.override(overlap=how), system) for how in ("data", "all"))
+        assert 0 < alone == pytest.approx(behind)
 
 
 def test_a_message_takes_the_link_that_it_travels():
@@ -159,9 +141,3 @@ def test_new_memory_counts_alone_as_in_a_stage():
         alone = [sum(getattr(part, way).busy for part in parts) for way in ("forward", "backward")]
         found = stage_seconds(config, plan, seq, 0, system)
         assert alone == pytest.approx([found.forward, found.backward], rel=1e-12)
-
-
-def test_a_stage_without_blocks_is_explained(capsys):
-    arguments = ["--size", "llama-8b", "--num-layers", "2", "--pp", "3"]
-    assert run_command(main, ["explain", "step", *arguments]) == 0
-    assert '"logits" is' in capsys.readouterr().out

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.cost.__main__ import main
-from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.commands import plot
 from cs336_systems.cost.machines import Constants, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling, style
-from cs336_systems.cost.step_time import Case, stage_weights, step_time
+from cs336_systems.cost.plots import breakdown, roofline, scaling, style
+from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.step_time import Case, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import model_preset
@@ -22,12 +22,7 @@ SMALLER = {
     "roofline": "--size fairseq-moe-15b --system H100",
     "breakdown": "--size xl --tp 5",
     "scaling": "--size medium --context 512 --batch-size 16 --per-gpu 1 --most 16 --system B200",
-    "degrees": "--size small --context 512 --most 8 --system A100-40GB --system V100-32GB-DGX2",
 }
-
-
-def test_every_picture_has_an_example():
-    assert set(plot.EXAMPLES) == set(SMALLER) == set(plot.command.commands) - {"all"}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +32,6 @@ def test_every_picture_has_an_example():
         ("roofline --out nowhere/a.png", "cannot write nowhere/a.png: there is no folder nowhere"),
         ("roofline --out a.svg --tp 5", "96 heads do not divide over tp 5: choose a tp that divides 96"),
         ("scaling --out a.svg --least 64 --most 8", "--least 64 is more than --most 8"),
-        ("degrees --out a.svg --most 6", "--most 6 is not a power of two: take 4"),
         ("all --out nowhere", "Invalid value for '--out': Directory 'nowhere' does not exist."),
     ],
 )
@@ -60,6 +54,7 @@ def test_without_matplotlib_one_line_says_what_is_missing(monkeypatch, capsys, t
 
 @with_matplotlib
 def test_all_pictures_are_drawn_and_the_same_again(monkeypatch, capsys, tmp_path):
+    assert set(plot.EXAMPLES) == set(SMALLER) == set(plot.command.commands) - {"all"}
     monkeypatch.setattr(plot, "EXAMPLES", SMALLER)
     assert run_command(main, ["plot", "all", "--out", str(tmp_path)]) == 0
     text = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -68,7 +63,6 @@ def test_all_pictures_are_drawn_and_the_same_again(monkeypatch, capsys, tmp_path
     assert "logits, " in text["cost-roofline.svg"]
     assert ">as asked<" in text["cost-breakdown.svg"]
     assert "B200: figures of data sheets" in text["cost-scaling.svg"]
-    assert "a node: 16" in text["cost-degrees.svg"]
     captured = capsys.readouterr()
     assert f"plot in {tmp_path / 'cost-breakdown.svg'}" in captured.out
     path = tmp_path / "cost-breakdown.svg"
@@ -88,12 +82,17 @@ def test_a_file_that_cannot_be_written_gets_one_line(tmp_path):
 
 A100 = system_preset("A100-80GB")
 GPT3 = model_preset("gpt3-175b")
-# A network of one speed without latency, in nodes of 8.
-FULL_SPEED = Constants(inside=1.0, between=1.0, call=0.0)
-PLAIN = replace(A100, inside=Link(0.0, 1e11), between=Link(0.0, 1e11), constants=FULL_SPEED)
 
 
-# The roofline.
+def test_scaling_is_that_of_the_stack_that_was_asked_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(plot, "check_path", lambda path: None)
+    monkeypatch.setattr(plot, "_write", lambda figure, out: None)
+    monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append(study.system.constants))
+    options = {"megatron": "", "other": "--kernels torch", "fsdp": "--zero 3", "nanotron": "--stack nanotron"}
+    for words in options.values():
+        assert run_command(main, ["plot", "scaling", "--size", "small", "--out", "a.svg", *words.split()]) == 0
+    assert seen == [STACKS[name].own() for name in options]
 
 
 def test_a_point_of_the_roofline_is_flops_over_bytes_and_over_time():
@@ -122,15 +121,10 @@ def test_points_take_as_long_as_a_block_does_and_lie_under_the_attainable_roof()
     assert wide.flops == A100.wide_flops
 
 
-# What a step is made of.
-
-
 def test_multiples_add_up_to_the_inverse_of_mfu():
     step = step_time(GPT3, Plan(tp=8, pp=8, global_batch=32), 2048, A100)
     found = breakdown.multiples(step)
     assert sum(found.values()) == pytest.approx(1 / step.mfu, rel=1e-12)
-    ideal = step.model_flops / (64 * 312e12)
-    assert found["bubble"] == pytest.approx(step.parts["bubble"] / ideal, rel=1e-12)
     assert "context-parallel" not in found
     assert set(step.parts) <= set(breakdown.COLOURS)
 
@@ -144,8 +138,6 @@ def test_the_published_runs_have_their_published_utilisation():
     assert mfu == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.0005, rel=0.005 / 1.10)
     assert [bar.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
 
-
-# Scaling.
 
 SMALL = Case(model_preset("2.7B"), Plan(zero=1), 1024, A100)
 
@@ -163,6 +155,8 @@ def test_plans_use_all_accelerators_the_whole_batch_and_fit():
 
 
 def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
+    with pytest.raises(UserError, match=r"on 8 to 16 x A100-80GB no plan .* of 8 to 16 sequences: start from more"):
+        scaling.curves(replace(SMALL, config=GPT3), [8, 16], [8, 16], [(1, 1)])
     lines = scaling.curves(SMALL, [8, 16], [16, 16], [(1, 1), (8, 1), (3, 1), (8, 2)])
     assert list(lines) == ["best", "tp 1, pp 1", "tp 8, pp 1", "tp 8, pp 2"]
     assert list(lines["tp 8, pp 2"]) == [16]
@@ -171,43 +165,3 @@ def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
     assert lines["tp 1, pp 1"][8].total < lines["tp 8, pp 1"][8].total
     all_plans = [step_time(config, plan, 1024, A100).total for config, plan in scaling.plans(SMALL, 8, 16, [(8, 1)])]
     assert lines["tp 8, pp 1"][8].total == min(all_plans) < max(all_plans)
-
-
-def test_a_model_that_fits_nowhere_gets_one_line():
-    with pytest.raises(
-        UserError, match=r"on 8 to 16 x A100-80GB no plan .* batch of 8 to 16 sequences: start from more"
-    ):
-        scaling.curves(replace(SMALL, config=GPT3), [8, 16], [8, 16], [(1, 1)])
-
-
-# Degrees.
-
-
-def test_what_an_axis_sends_grows_as_n_minus_one_over_n_of_the_same_bytes():
-    config = model_preset("llama-8b").override(attention="flash")
-    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, degrees.plans(axis, [2, 8], 16)) for axis in degrees.AXES}
-    for axis, ratio in (("tp", 7 / 4), ("cp", 7 / 4), ("dp", 7 / 4), ("ep", 7 / 16)):  # of ep each has 1/n of the rows
-        two, eight = lines[axis]
-        assert eight.communication / two.communication == pytest.approx(ratio, rel=1e-6), axis
-        assert 2 < two.computing / eight.computing <= 4, axis
-    step = step_time(config, Plan(tp=8, sequence=True, overlap="none"), 8192, PLAIN)
-    both = lines["tp"][1].communication + lines["tp"][1].computing
-    assert both == pytest.approx(step.total - step.parts["optimizer"], rel=1e-12)
-    # ZeRO 3 gathers 16-bit weights twice and scatters 32-bit gradients.
-    shared, _, _ = stage_weights(config, Plan(), 8192, 0)
-    assert lines["dp"][1].communication == pytest.approx((2 + 2 + 4) * shared * 7 / 8 / 1e11, rel=1e-9)
-    assert lines["dp"][1].share == lines["dp"][1].communication / (
-        lines["dp"][1].communication + lines["dp"][1].computing
-    )
-
-
-def test_degrees_that_do_not_divide_are_left_out():
-    config = model_preset("llama-8b")
-    plans = {axis: degrees.plans(axis, [2, 24, 32, 64, 256], 32) for axis in degrees.AXES}
-    found = {axis: [s.degree for s in degrees.shares(config, 8192, A100, axis, plans[axis])] for axis in plans}
-    assert found == {"tp": [2, 32], "cp": [2, 32, 64, 256], "dp": [2, 32], "ep": [2, 32]}
-    assert degrees.plans("dp", [8], 32) == [Plan(dp=8, zero=3, micro_batch=4, global_batch=32, overlap="none")]
-    assert degrees.plans("tp", [8], 32) == [Plan(tp=8, sequence=True, overlap="none")]
-    moe = model_preset("fairseq-moe-15b")
-    assert degrees.with_experts(moe) is moe
-    assert degrees.with_experts(config).expert_layers == 16

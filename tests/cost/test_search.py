@@ -1,4 +1,5 @@
-"""The search over layouts against an independent loop: the same best, and every configuration accounted for."""
+"""The search over layouts against an independent loop: the same best, and every configuration accounted for; and the
+advice of a search that finds nothing: following it finds something."""
 
 import json
 import re
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from cs336_systems.cost.commands import step as step_command
 from cs336_systems.cost.commands.search import command
+from cs336_systems.cost.commands.settings import ModelOptions
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import ORDER, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
@@ -24,12 +26,14 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig
 
+A100 = system_preset("A100-80GB")
+LLAMA, GPT3 = (ModelOptions(size=name).model_config() for name in ("llama-8b", "gpt3-175b"))
 GPUS, BATCH, SEQ, NODE = 4, 6, 256, 2
 MODEL = ModelConfig(
     vocab_size=1024, context_length=SEQ, d_model=256, d_ff=1024, num_layers=4, num_heads=2, attention="sdpa"
 )
 # Room for some configurations, not for others.
-SMALL = replace(system_preset("A100-80GB"), memory=50e6, node=NODE)
+SMALL = replace(A100, memory=50e6, node=NODE)
 EXPERTS = MODEL.override(num_experts=4, expert_every=2)
 
 
@@ -39,15 +43,13 @@ def found(config: ModelConfig) -> Search:
 
 
 @cache
-def brute(config: ModelConfig) -> tuple[dict[tuple, tuple[float, float]], dict[tuple, float], int]:
-    """(seconds and bytes by choices of what runs, bytes of what does not fit, how many cannot interleave).
-
-    Every combination of every number, without the search's own lists.
-    """
+def brute() -> tuple[dict[tuple, tuple[float, float]], dict[tuple, float], int]:
+    """(seconds and bytes by choices of what runs, bytes of what does not fit, how many cannot interleave), of every
+    combination of every number, without the search's own lists."""
     runs, too_large, refused = {}, {}, 0
     numbers = range(1, GPUS + 1)
     for tp, pp, dp, cp, ep in product(numbers, repeat=5):
-        if tp * pp * dp * cp * ep != GPUS or (ep > 1 and not config.num_experts) or BATCH % (dp * ep):
+        if tp * pp * dp * cp * ep != GPUS or BATCH % (dp * ep):
             continue
         orders = {}
         for order in permutations(ORDER):
@@ -60,11 +62,11 @@ def brute(config: ModelConfig) -> tuple[dict[tuple, tuple[float, float]], dict[t
         for mb, v, sequence, recompute, zero in product(
             (1, 2, 4, 8, 16), (1, 2, 4), (False, True), ("none", "attention", "segments"), range(4)
         ):
-            if (v > 1 and (pp == 1 or config.num_layers % (pp * v))) or (BATCH // (dp * ep)) % mb:
+            if (v > 1 and (pp == 1 or EXPERTS.num_layers % (pp * v))) or (BATCH // (dp * ep)) % mb:
                 continue
             if (sequence and tp == 1) or (zero and dp * cp * ep == 1):
                 continue
-            model = config.override(recompute=recompute)
+            model = EXPERTS.override(recompute=recompute)
             for held, order in orders.items():
                 key = (tp, pp, dp, cp, ep, v, mb, recompute, sequence, zero, held)
                 try:
@@ -81,10 +83,8 @@ def brute(config: ModelConfig) -> tuple[dict[tuple, tuple[float, float]], dict[t
     return runs, too_large, refused
 
 
-@pytest.mark.parametrize("config", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_finds_what_a_loop_over_everything_finds(config):
-    runs, too_large, refused = brute(config)
-    got = found(config)
+def test_finds_what_a_loop_over_everything_finds():
+    (runs, too_large, refused), got = brute(), found(EXPERTS)
     assert refused == sum(count for reason, count in got.indivisible.items() if "as interleaved needs" in reason) > 10
     assert got.running == len(runs) > 100
     assert got.too_large == len(too_large) > 10
@@ -95,10 +95,8 @@ def test_finds_what_a_loop_over_everything_finds(config):
     assert not got.left_out
 
 
-@pytest.mark.parametrize("config", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_each_loss_is_of_the_fastest_with_that_value(config):
-    runs, too_large, _ = brute(config)
-    got = found(config)
+def test_each_loss_is_of_the_fastest_with_that_value():
+    (runs, too_large, _), got = brute(), found(EXPERTS)
     fastest: dict[tuple, float] = defaultdict(lambda: inf)
     for key, (seconds, _) in runs.items():
         for axis, value in zip(AXES[:-1], key[:-1], strict=True):
@@ -132,24 +130,20 @@ def test_each_loss_is_of_the_fastest_with_that_value(config):
 
 
 def test_the_reasons_add_up_to_all_that_was_tried():
-    for config in (MODEL, EXPERTS):
-        got = found(config)
-        assert got.tried == got.running + got.too_large + sum(got.indivisible.values())
-        assert got.tried == got.space.size()
-    # 4 replicas; 2 heads over 4 ranks.
+    for got in map(found, (MODEL, EXPERTS)):
+        assert got.tried == got.running + got.too_large + sum(got.indivisible.values()) == got.space.size()
     reasons = found(MODEL).indivisible
     assert reasons["a batch of 6 does not divide over 4 replicas"] == 1
     assert reasons["2 heads do not divide over tp 4"] == 1
 
 
 def test_the_nearest_miss():
-    got = found(MODEL)
-    assert got.nearest is not None
+    got = found(EXPERTS)
     assert got.nearest.memory == sum(peak_bytes(got.nearest.config, got.nearest.plan, SEQ)[1].values())
     assert got.nearest.lacks == got.nearest.memory - usable_memory(SMALL)
-    assert got.nearest.memory == min(brute(MODEL)[1].values())
+    assert got.nearest.memory == min(brute()[1].values())
     fitting = replace(SMALL, memory=SMALL.memory + 1.0001 * got.nearest.lacks / (usable_memory(SMALL) / SMALL.memory))
-    assert search(MODEL, SEQ, fitting, GPUS, BATCH).running > got.running
+    assert search(EXPERTS, SEQ, fitting, GPUS, BATCH).running > got.running
 
 
 def test_held_choices():
@@ -196,17 +190,20 @@ def test_placements_differ_in_what_a_node_holds():
 
 
 def test_a_large_space_is_cut_and_says_so():
-    whole = found(MODEL)
-    got = search(MODEL, SEQ, SMALL, GPUS, BATCH, limit=whole.tried // 2)
+    whole, notes = found(MODEL), []
+    got = search(MODEL, SEQ, SMALL, GPUS, BATCH, limit=whole.tried // 2, advance=notes.append)
     assert got.left_out[0] == "placements other than Megatron's order"
     assert got.tried < whole.tried
     assert got.tried > whole.space.within(whole.tried // 2)[0].size()
     assert got.best[0].step.total == whole.best[0].step.total, "around the best everything is tried"
+    assert len(notes) == len(whole.space.layouts())
     tiny = search(MODEL, SEQ, SMALL, GPUS, BATCH, limit=20)
     assert "layouts" in tiny.left_out[-1]
-    notes = []
-    search(MODEL, SEQ, SMALL, GPUS, BATCH, advance=notes.append)
-    assert len(notes) == len(whole.space.layouts())
+    for axis, value in (("zero", 2), ("micro_batch", 8), ("chunks", 6)):  # what is held is not cut
+        space, left_out = Space(GPT3, 2048, 64, Plan(global_batch=512), 8, {axis: value}).within(1)
+        layouts = [each for each in space.layouts() if not space.refusal(each)]
+        assert {getattr(choice, axis) for each in layouts for choice in space.choices(each)} == {value}
+        assert left_out
 
 
 def test_a_model_that_fits_nowhere():
@@ -254,12 +251,40 @@ def test_the_printed_command_predicts_the_same(options):
         assert sum(again["memory_bytes"].values()) == each["memory_bytes"]
     shown = CliRunner().invoke(command, asked, catch_exceptions=False).output
     assert record["best"][0]["command"] in shown.splitlines()
-
-
-def test_command(capsys):
-    arguments = ["--size", "tiny", "--gpus", "4", "--batch-size", "8", "--system", "H100", "--recompute", "none"]
-    assert run_command(command, arguments) == 0
-    shown = capsys.readouterr().out
     assert "configurations tried" in shown
-    assert "sequence par." in shown
-    assert re.search(r"^  \d+ plans?: ", shown, re.MULTILINE)
+    assert "tiny" not in options or re.search(r"^  \d+ plans?: ", shown, re.MULTILINE)
+
+
+def refusal(capsys, arguments: str) -> str:
+    """The line of a search that finds nothing."""
+    assert run_command(command, arguments.split()) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_limit_that_left_out_what_fits_is_named(capsys):
+    asked = "--size llama-8b --gpus 16 --batch-size 16 --zero 0"
+    line = refusal(capsys, f"{asked} --limit 3")
+    assert "some does that --limit 3 left out" in line
+    assert re.search(r"\d+ of 35 layouts", line)
+    advised = int(re.search(r"--limit (\d+) tries every layout", line)[1])
+    got = search(LLAMA, LLAMA.context_length, A100, 16, 16, fixed={"zero": 0}, limit=advised)
+    assert got.running
+    assert not any("layouts" in each for each in got.left_out)
+    line = refusal(capsys, "--size gpt3-175b --gpus 36 --batch-size 511 --limit 1")
+    assert line.startswith("error: nothing fits 36 x A100-80GB: none of the 1 tried divides, and a plan may fill")
+    assert "limit" not in line
+
+
+def test_what_would_fit_keeps_what_is_held(capsys):
+    line = refusal(capsys, "--size llama-8b --gpus 2 --tp 1 --pp 1 --zero 0")
+    assert line.endswith("no number up to 1048576 would do with --tp 1 --pp 1 --zero 0: release one of these, or raise "
+                         "the batch")  # fmt: skip
+    assert refusal(capsys, "--size llama-8b --gpus 2 --tp 1 --pp 1").endswith("it would fit on 4")
+    line = refusal(capsys, "--size gpt3-175b --gpus 32 --tp 2 --zero 0 --recompute none")
+    enough = int(line.split("it would fit on ")[1])
+    fixed = {"tp": 2, "zero": 0, "recompute": "none"}
+    assert search(GPT3, 2048, A100, enough, 512, fixed=fixed, limit=500).running
+    assert enough > Space(GPT3, 2048, 32, Plan(global_batch=512), 8).gpus_needed(A100)
+    none, shallow = replace(A100, memory=1e3), GPT3.override(num_layers=2, num_heads=2)
+    with pytest.raises(UserError, match="would do: raise the batch"):
+        search(shallow, 64, none, 2, 2)

@@ -75,9 +75,8 @@ def test_runs_that_were_left_out(name, most):
 
 
 def test_memory_of_measured_runs():
-    ratios = []
-    for run in RUNS["nanotron"]:
-        ratios.append(sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / 2**30 / run.gib)
+    needs = [sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) for run in RUNS["nanotron"]]
+    ratios = [need / 2**30 / run.gib for need, run in zip(needs, RUNS["nanotron"], strict=True)]
     assert len(ratios) == 35
     assert mean(abs(each - 1) for each in ratios) < 0.06
 
@@ -113,9 +112,11 @@ def test_constants_of_a_file_mean_the_same_to_step_and_validate(capsys, tmp_path
 
 def test_one_bad_row_changes_little():
     fitted = [run for run in RUNS["megatron"] if run.given["fitted"]][:20]
-    good = fit([each for run in fitted for each in observe_step(run)], which=("product", "inside")).constants
     spoilt = [replace(fitted[3], seconds=10 * fitted[3].seconds), *fitted[:3], *fitted[4:]]
-    bad = fit([each for run in spoilt for each in observe_step(run)], which=("product", "inside")).constants
+    good, bad = (
+        fit([each for run in runs for each in observe_step(run)], which=("product", "inside")).constants
+        for runs in (fitted, spoilt)
+    )
     assert bad.product == pytest.approx(good.product, rel=0.01)
 
 
@@ -132,19 +133,17 @@ def test_balanced_stages():
 def test_a_stack_by_its_option(capsys):
     common = ["step", "--size", "llama-8b", "--dp", "8", "--batch-size", "8", "--system", "H100", "--json"]
     found = {}
-    for name in STACKS:
-        assert run_command(main, [*common, "--stack", name]) == 0
+    for name in (*STACKS, ""):
+        assert run_command(main, [*common, *(["--stack", name] if name else ["--kernels", "torch"])]) == 0
         found[name] = json.loads(capsys.readouterr().out)
         assert found[name]["low_seconds"] < found[name]["seconds"] < found[name]["high_seconds"]
     assert found["fsdp"]["memory_bytes"]["activations"] > 1.8 * found["megatron"]["memory_bytes"]["activations"]
-    assert run_command(main, [*common, "--kernels", "torch"]) == 0
-    assert json.loads(capsys.readouterr().out)["seconds"] == found["other"]["seconds"]
-    assert run_command(main, [*common, "--stage-layers", "9,x"]) == 2
-    assert "--stage-layers has 'x', which is no number of blocks" in capsys.readouterr().err
-    assert (
-        run_command(main, [*common, "--batch-size", "16", "--pp", "2", "--chunks", "2", "--stage-layers", "9,9"]) == 2
-    )
-    assert "= 4 parts have 32 layers: chunk 0 of every stage comes first, then chunk 1" in capsys.readouterr().err
-    for words in (["--zero", "3"], ["--stack", "nanotron"]):
-        assert run_command(main, [*common, *words, "--kernels", "triton"]) == 2
-        assert "is plain PyTorch and has none; leave --kernels out, or add --stack megatron" in capsys.readouterr().err
+    assert found[""]["seconds"] == found["other"]["seconds"]
+    plain = "is plain PyTorch and has none; leave --kernels out, or add --stack megatron"
+    for words, says in (
+        ("--stage-layers 9,x", "--stage-layers has 'x', which is no number of blocks"),
+        ("--batch-size 16 --pp 2 --chunks 2 --stage-layers 9,9", "= 4 parts have 32 layers: chunk 0 of every stage"),
+        ("--zero 3 --kernels triton", plain), ("--stack nanotron --kernels triton", plain),
+    ):  # fmt: skip
+        assert run_command(main, [*common, *words.split()]) == 2
+        assert says in capsys.readouterr().err

@@ -1,12 +1,9 @@
-"""A step: the pipeline against its simulation, replicas and ZeRO by independent arithmetic, and published runs.
+"""A step: the pipeline against its simulation, replicas, ZeRO and stages by independent arithmetic, and published runs.
 
-What a step predicts for a pipeline is m t + the sum of t' / v over all other stages, where the slowest of p stages
-takes t for each of m microbatches. Played out, with forwards f and backwards b, the i-th stage's first backward waits
-for all forwards and for backwards of the stages behind it, and after its last one those before it are left: where it is
-the slowest, 1F1B ends no sooner than predicted less (p - 1 - i) f_i, nor less the times of the stages behind it. And no
-later than if all stages were as slow as the slowest: (m + (p - 1) / v) (max f + max b). Interleaved, the second bound
-from below holds with the times divided by v. Where the last stage is the slowest, the bounds from below meet the
-prediction, and the simulation does too.
+A pipeline is predicted to take m t + the sum of t' / v over all other stages, where the slowest of p stages, the i-th,
+takes t for each of m microbatches. Played out, with forwards f and backwards b, 1F1B ends no sooner than predicted
+less (p - 1 - i) f_i, nor less the times of the stages behind the i-th (interleaved, divided by v), and no later than if
+all stages were as slow: (m + (p - 1) / v) (max f + max b). Where the last stage is the slowest, all meet.
 """
 
 import random
@@ -16,20 +13,28 @@ from statistics import mean
 
 import pytest
 
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Rank
 from cs336_systems.cost.runs import PUBLISHED, read_runs
 from cs336_systems.cost.step_time import (
     Seconds,
     data_parallel_seconds,
     optimizer_seconds,
+    stage_groups,
     stage_kinds,
     stage_seconds,
     stage_weights,
     step_time,
 )
+from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import schedule, simulate
+from cs336_systems.train.observation import observe_traffic
+from cs336_systems.train.recipe import Recipe
 from tests.support.cost_cases import COMPUTES, GPT, IDEAL, KINDS, LLAMA, MOE, SENDS, SEQ, machine
 
 IDLE = machine()  # on which nothing takes time but what a test says
@@ -104,9 +109,9 @@ def test_the_last_stage_has_the_head_and_the_others_wait_for_it():
 
 
 @pytest.mark.parametrize("name", sorted(set(KINDS) - {"bert"}))
-@pytest.mark.parametrize("degrees", [{}, {"dp": 2}, {"cp": 2}, {"m": 3, "dp": 2}])
-def test_a_machine_without_losses_is_used_in_full(name, degrees):
-    assert step_time(KINDS[name], plan_of(**degrees), SEQ, COMPUTES).mfu == pytest.approx(1)
+def test_a_machine_without_losses_is_used_in_full(name):
+    for degrees in ({}, {"cp": 2}, {"m": 3, "dp": 2}):
+        assert step_time(KINDS[name], plan_of(**degrees), SEQ, COMPUTES).mfu == pytest.approx(1)
 
 
 def data_parallel(plan: Plan, spent: Seconds = NOTHING, config: ModelConfig = LLAMA, system=SENDS) -> float:
@@ -121,21 +126,15 @@ def test_what_each_zero_stage_sends():
         plan = plan_of(m=m, dp=4, zero=zero, overlap="none")
         assert data_parallel(plan) == pytest.approx(part * nbytes * weights), zero
     assert data_parallel(plan_of(m=5)) == 0
-    # Parts of a sequence share gradients as replicas do.
-    assert data_parallel(plan_of(cp=4, overlap="none")) == data_parallel(plan_of(dp=4, overlap="none"))
-
-
-def test_experts_are_summed_over_those_that_have_the_same():
+    # Stage 3 calls once for each matrix: gathered twice and scattered; the head besides.
+    plan = plan_of(m=m, dp=4, zero=3, overlap="none")
+    assert data_parallel(plan, system=machine(call=1.0)) == m * 3 * (4 * LLAMA.num_layers + 1)
+    # Experts are summed over those that have the same.
     shared, owned, _ = stage_weights(MOE, plan_of(ep=2), SEQ, 0)
     found = data_parallel(plan_of(dp=2, ep=2, overlap="none"), config=MOE)
     assert found == pytest.approx(2 * 4 * (shared * 3 / 4 + owned * 1 / 2))
-
-
-def test_stage_3_calls_once_for_each_matrix():
-    m = 5
-    plan = plan_of(m=m, dp=4, zero=3, overlap="none")
-    found = data_parallel_seconds(LLAMA, plan, SEQ, 0, NOTHING, machine(call=1.0))
-    assert found == m * 3 * (4 * LLAMA.num_layers + 1)  # gathered twice and scattered; the head besides
+    # Parts of a sequence share gradients as replicas do.
+    assert data_parallel(plan_of(cp=4, overlap="none")) == data_parallel(plan_of(dp=4, overlap="none"))
 
 
 def test_a_tied_embedding_is_summed_within_a_node_or_between():
@@ -153,12 +152,8 @@ def test_gradients_hide_behind_backward_but_for_the_last_bucket():
     weights = stage_weights(BIG, plan_of(), SEQ, 0)[0]
     alone, last = 2 * 4 * weights * 3 / 4, 40e6 / weights
     hidden = machine(link=1.0, hidden=0.25)
-    for backward, recompute, sticks_out in (
-        (1e12, 0.0, last * alone),
-        (0.0, 1e12, last * alone),
-        (alone / 2, alone / 4, alone / 4),
-        (0.0, 0.0, alone),
-    ):
+    cases = (1e12, 0.0, last * alone), (0.0, 1e12, last * alone), (alone / 2, alone / 4, alone / 4), (0.0, 0.0, alone)
+    for backward, recompute, sticks_out in cases:
         spent = Seconds(forward=1e12, backward=backward, recompute=recompute)
         found = data_parallel(plan_of(dp=4), spent, BIG, hidden)
         assert found == pytest.approx(sticks_out + 0.25 * (alone - sticks_out))
@@ -218,3 +213,79 @@ def test_published_runs_are_predicted(family, count, average, most):
     assert len(errors) == count
     assert mean(errors) < average
     assert max(errors) < most
+
+
+# Time of a stage for a microbatch, on machines where only one kind of work takes time.
+ROWS = 5
+
+
+def rows_of(m: int = 1, **degrees) -> Plan:
+    return plan_of(m, **degrees).override(micro_batch=ROWS, global_batch=ROWS * m * degrees.get("dp", 1))
+
+
+def spent(config: ModelConfig, system, plan: Plan | None = None, stage: int = 0) -> Seconds:
+    return stage_seconds(config, plan or rows_of(), SEQ, stage, system)
+
+
+def test_recomputation_computes_forward_once_more_of_what_is_not_kept():
+    parts = forward_flops(GPT, ROWS, SEQ)
+    for recompute, again in (
+        ("none", 0),
+        ("attention", parts["scores"]),
+        ("segments", sum(parts.values()) - parts["head"]),
+    ):
+        found = spent(replace(GPT, recompute=recompute), COMPUTES)
+        assert found.forward == sum(parts.values())
+        assert found.recompute == again
+
+
+def test_the_device_waits_for_the_host_where_kernels_are_short():
+    groups, rank = stage_groups(GPT, rows_of(), 0), Rank(GPT, rows_of(), SEQ)
+    operators = [(each, int(times)) for group, times in groups for each in operators_of(rank, group)]
+    kernels = [
+        sum(times * work.kernels for each, times in operators for work in getattr(each, way))
+        for way in ("forward", "backward")
+    ]
+    slow = spent(GPT, machine(host=2.0))
+    assert (slow.forward, slow.forward_wait, slow.backward_wait) == (0, 2.0 * kernels[0], 2.0 * kernels[1])
+    # Each kernel that takes half as long as the host needs hides half of that.
+    half = spent(GPT, machine(host=2.0, start=1.0))
+    assert half == Seconds(*kernels, 0, *kernels)
+    assert spent(GPT, machine(host=1.0, start=1.0)) == Seconds(*kernels)
+
+
+def test_messages_are_those_of_the_projects_own_stages():
+    """A stage in the middle sends and receives at once, so it waits for what it sends."""
+    degrees = {"tp": 2, "pp": 3, "chunks": 2, "sequence": True}
+    plan = rows_of(m=3, **degrees)
+    layout = Layout(**degrees, schedule="interleaved", micro_batch=ROWS, global_batch=3 * ROWS)
+    traffic = observe_traffic(Recipe.of(context=SEQ, precision="bf16"), GPT, layout, 2).items()
+    nbytes = sum(times * each.nbytes for each, times in traffic if each.verb == "send")
+    assert plan.microbatches * spent(GPT, SENDS, plan, 1).messages == nbytes > 0
+    # Each has its part of the sequence.
+    assert plan.microbatches * spent(GPT, SENDS, plan.override(cp=2), 1).messages == nbytes / 2
+
+
+def test_messages_cross_nodes_as_soon_as_one_does():
+    system = replace(machine(), inside=Link(1.0, 1e30), between=Link(10.0, 1e30))
+    assert spent(GPT, system, rows_of(pp=4, m=4)).messages == pytest.approx(2 * 1.0)
+    assert spent(GPT, system, rows_of(tp=4, pp=4, m=4)).messages == pytest.approx(2 * 10.0)
+    chunks = rows_of(tp=4, pp=2, chunks=3, m=4)
+    assert spent(GPT, system, chunks).messages == pytest.approx(2 * 3 * 1.0)
+    hidden = spent(GPT, replace(system, constants=replace(IDEAL, hidden=0.25)), chunks.override(overlap="all"))
+    assert hidden.messages == pytest.approx(0.25 * 2 * 3)
+
+
+def test_context_parallelism_divides_computing_and_gathers_whole_sequences():
+    one, split = spent(LLAMA, COMPUTES), spent(LLAMA, COMPUTES, rows_of(cp=4))
+    assert split.forward == one.forward / 4
+    assert split.backward == one.backward / 4
+    # Keys and values, gathered forward and backward, and their gradients scattered: by hand, for 4 heads of 4 numbers.
+    each = 2 * 2 * ROWS * SEQ * 16 * 3 / 4
+    for recompute in ("none", "attention"):
+        found = spent(replace(LLAMA, recompute=recompute), SENDS, rows_of(cp=4))
+        assert found.cp == pytest.approx(LLAMA.num_layers * 3 * each)
+    # Which do not shrink with more ranks, while tensor parallelism's part does.
+    eight = spent(LLAMA, SENDS, rows_of(cp=8, tp=2))
+    assert eight.cp == pytest.approx(LLAMA.num_layers * 3 * 2 * 2 * ROWS * SEQ * 8 * 7 / 8)
+    assert eight.tp == pytest.approx(spent(LLAMA, SENDS, rows_of(cp=4, tp=2)).tp / 2)

@@ -49,3 +49,13 @@ def machine(
 
 
 COMPUTES, MOVES, SENDS = machine(flops=1.0), machine(memory=1.0), machine(link=1.0)
+
+
+def block_activations(s: int, b: int, h: int, a: int, t: int, sequence: bool, recompute: str) -> float:
+    """Bytes that a block with biases, GELU, LayerNorm, dropout and naive attention keeps for backward in 16 bits: s b h
+    (10 + 24 / t + 5 a s / (h t)), or s b h / t (34 + 5 a s / h) under sequence parallelism. Selective `recompute`,
+    "attention", saves the scores; "segments" keeps the input alone, 2 s b h (arXiv:2205.05198, table 2)."""
+    if recompute == "segments":
+        return 2 * s * b * h / (t if sequence else 1)
+    scores = 0 if recompute == "attention" else 5 * a * s * s * b / t
+    return s * b * h * (34 / t if sequence else 10 + 24 / t) + scores

@@ -7,12 +7,10 @@ import click
 from rich.markdown import Markdown
 from rich.table import Table
 
-from cs336_systems.cost.commands.request import Request, request_options, take, take_request
-from cs336_systems.cost.commands.settings import COUNT, ModelOptions
+from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
 from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
-from cs336_systems.cost.notebook.summa import block_cost, grids
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.rank import Collective
 from cs336_systems.cost.step_time import (
@@ -26,7 +24,7 @@ from cs336_systems.cost.step_time import (
 )
 from cs336_systems.cost.template import new_table, print_page, print_warnings
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import console, format_count, format_seconds, options
+from cs336_systems.host.console import console, format_count, format_seconds
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 PASSES = ("forward", "backward", "recompute")
@@ -73,26 +71,6 @@ def step_command(**given: Any) -> None:
     screen.print(request.lines())
     print_page(screen, "explain_step", numbers, tables, indent=3)
     print_warnings(screen, request.warnings())
-
-
-@command.command("grids")
-@click.option("--ranks", type=COUNT, default=64, show_default=True, help="Ranks of each grid.")
-@click.option("--tokens", type=COUNT, default=2048, show_default=True, help="Rows of the stream.")
-@options(ModelOptions)
-def grids_command(ranks: int, tokens: int, **given: Any) -> None:
-    """Tensor parallelism in one, two and three dimensions: a block's forward, rank by rank."""
-    config, screen, rows = take(ModelOptions, given).model_config(), console(), list[list[Any]]()
-    for grid in grids(ranks):
-        try:
-            cost = block_cost(grid, tokens, config.d_model, config.d_ff)
-            rows.append([grid.name, cost.flops, cost.received / ranks, cost.held, cost.buffers])
-        except UserError as error:
-            rows.append([grid.name, str(error), None, None, None])
-    screen.print(
-        f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Per rank, in elements, not "
-        "bytes: received; held (operands and results); most in buffers at once."
-    )
-    screen.print(new_table(["grid", "FLOPs:n", "received:n", "held:n", "in buffers:n"], rows))
 
 
 def _answer(name: str, numbers: tuple[str, ...]) -> None:

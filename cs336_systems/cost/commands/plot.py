@@ -9,9 +9,8 @@ import click
 from cs336_systems.cost.commands.request import Request, on_command_line, request_options, take, take_request
 from cs336_systems.cost.commands.settings import COUNT, FILE, STACK_HELP, MachineOptions, ModelOptions
 from cs336_systems.cost.domain import DOMAIN
-from cs336_systems.cost.machines import DEFAULT_SYSTEM
 from cs336_systems.cost.plan import Plan, StackName
-from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
+from cs336_systems.cost.plots import breakdown, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.cost.runs import TrainingRun
 from cs336_systems.cost.stacks import STACKS
@@ -25,7 +24,6 @@ EXAMPLES = {
     "roofline": "--dropout 0.1 --tp 8 --sequence-parallel --pp 8 --attention naive --recompute selective",
     "breakdown": "",
     "scaling": "--size llama-8b --attention flash --system H100",
-    "degrees": "--size llama-8b --attention flash --system A100-80GB --system H100 --system B200 --most 512",
 }
 
 
@@ -38,7 +36,7 @@ stack_option = click.option("--stack", type=click.Choice(list(STACKS)), help=STA
 
 @click.group(epilog=DOMAIN)
 def command() -> None:
-    """Pictures of predictions: a roofline, what steps are made of, scaling curves, and when communication takes over.
+    """Pictures of predictions: a roofline, what steps are made of, and scaling curves.
 
     They need matplotlib, of the extra `writeup`.
     """
@@ -85,28 +83,6 @@ def scaling_command(
     study = Case(config, base, config.context_length, system)
     counts = [least << k for k in range((most // least).bit_length())]
     _write(scaling.draw(study, counts, batch_size, per_gpu), out)
-
-
-@command.command("degrees")
-@out_option
-@click.option(
-    "--system", multiple=True, default=(DEFAULT_SYSTEM,), show_default=True,
-    help="Machine, as in `step`; one line for each; may be repeated.",
-)  # fmt: skip
-@click.option("--most", default=256, show_default=True, type=click.IntRange(2), help="Highest degree, a power of two.")
-@click.option("--batch-size", type=COUNT, help="Sequences that dp and ep split.  [default: --most]")
-@stack_option
-@options(ModelOptions)
-def degrees_command(
-    out: Path, system: tuple[str, ...], most: int, batch_size: int | None, stack: StackName | None, **given: Any
-) -> None:
-    """Share of time in which tensor, context, data (ZeRO 3) and expert parallelism communicate, over the degree."""
-    if most & (most - 1):
-        raise UserError(f"--most {most} is not a power of two: take {1 << most.bit_length() - 1}")
-    model = take(ModelOptions, given)
-    config, used = model.model_config(), model.stack(stack, 0)
-    systems = [MachineOptions(system=name).machine(used) for name in dict.fromkeys(map(str.lower, system))]
-    _write(degrees.draw(config, config.context_length, systems, most, batch_size or most, used), out)
 
 
 @command.command("all")

@@ -1,1 +1,1 @@
-"""The roofline notebook that this project comes from: its tables, what is wrong in them, and what it leaves out."""
+"""The roofline notebook that this project comes from: its tables, and what is wrong in them."""

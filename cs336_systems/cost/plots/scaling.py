@@ -11,7 +11,7 @@ from typing import Any
 
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, of_stack, ticks_at, tidy
+from cs336_systems.cost.plots.style import GREY, STYLES, name_lines, new_figure, ticks_at, tidy
 from cs336_systems.cost.search_space import RECOMPUTES
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import Case, StepTime, step_time
@@ -65,7 +65,8 @@ def draw(study: Case, counts: Sequence[int], batch: int, each: int) -> Any:
         f"Strong: {batch} sequences of {study.seq} tokens in a step": [batch] * len(counts),
         f"Weak: {each} sequence{'s' * (each > 1)} of {study.seq} tokens for each GPU": [each * n for n in counts],
     }
-    machine = f"on {plot_text(study.system.name)}, ZeRO {study.plan.zero}{of_stack(study.plan.stack)}"
+    stack = "" if study.plan.stack == "megatron" else f", stack {study.plan.stack}"
+    machine = f"on {plot_text(study.system.name)}, ZeRO {study.plan.zero}{stack}"
     heading = f"{study.config.num_layers} layers x {study.config.d_model} {machine}"
     figure = new_figure(13, 5.2, [study.system], heading)
     panels = figure.subplots(1, 2, sharey=True)

@@ -47,11 +47,6 @@ def new_figure(width: float, height: float, systems: Sequence[System], heading: 
     return figure
 
 
-def of_stack(name: str) -> str:
-    """The end of a clause that names another stack than Megatron's."""
-    return "" if name == "megatron" else f", stack {name}"
-
-
 def tidy(axes: Any, title: str, grid: str = "both") -> None:
     """The title to the left, thin grid lines behind what is drawn, and no box around it."""
     axes.set_title(title, loc="left", fontsize="medium")
