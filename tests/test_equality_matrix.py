@@ -8,9 +8,10 @@ import pytest
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import markdown_text
-from tests import test_expert_layouts, test_layouts
+from tests import test_expert_layouts
 from tests.support import state_cases
 from tests.support.gallery import QUIETLY, WITHOUT
+from tests.support.layout_table import TABLE
 from writeup import proofs as proofs_of
 from writeup.book import Book
 from writeup.chapters import equality
@@ -56,7 +57,7 @@ def layouts_of(node: str) -> Iterator[object]:
     """The layouts that one test runs."""
     name = node.partition("[")[2].removesuffix("]")
     if node.startswith(DENSE):
-        yield from next(each for each in test_layouts.TOGETHER if f"{len(each)} from {each[0]}" == name)
+        yield from (each for each in TABLE if str(each.ranks) == name)
     if node.startswith(EXPERTS):
         yield from (each for each in test_expert_layouts.LAYOUTS if str(each) == name)
 
