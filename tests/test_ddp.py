@@ -14,29 +14,24 @@ from cs336_systems.comm import Event, all_reduce, record
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
-from cs336_systems.zero import WRAPPERS as BY_NAME
 from cs336_systems.zero import zero
 from tests.support import ranks
 from tests.support.fault_cases import MODES, full_parameters
 from tests.support.parallel_cases import loss_of, make, naive_mean, spread
 from tests.support.tolerances import bound
+from tests.support.traffic_cases import LADDER
 
-WRAPPERS = {
-    **BY_NAME,
-    "bucketed-small": lambda module: BucketedDDP(module, bucket_size_mb=0.0005),
-    "bucketed-one": lambda module: BucketedDDP(module, bucket_size_mb=None),
-}
 # The mean adds `world size` numbers in some order and divides; the rest is computed alike.
 TOLERANCE = bound(torch.float64, stages=2, longest_sum=4)
 
 
 def wrappers_case(group) -> None:
-    for wrapper in WRAPPERS:
+    for wrapper in LADDER:
         gradients_case(group, wrapper)
 
 
 def gradients_case(group, wrapper: str) -> None:
-    model = WRAPPERS[wrapper](make(seed=group.rank()))
+    model = LADDER[wrapper](make(seed=group.rank()))
     loss_of(model, 0, group.rank(), group.size()).backward()
     model.finish_gradient_synchronization()
     want = naive_mean(make(seed=0), 0, group.size())
@@ -102,7 +97,7 @@ def trace_of(wrapper: str) -> str:
     with record() as events:
         for i, layer in enumerate(chain):
             layer.weight.register_post_accumulate_grad_hook(lambda p, i=i: events.append(f"g{i}"))
-        model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
+        model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else LADDER[wrapper](chain)
         events.clear()
         model(torch.ones(3)).sum().backward()
         events.append("|")
@@ -214,7 +209,7 @@ def test_what_cannot_be_is_refused():
 
 def freed_case(group) -> None:
     """A wrapper that nobody needs any more goes, with its buffers, although its module's hooks have known it."""
-    for wrap in (*WRAPPERS.values(), FSDP):
+    for wrap in (*LADDER.values(), FSDP):
         model = wrap(make())
         loss_of(model, 0).backward()
         model.finish_gradient_synchronization()

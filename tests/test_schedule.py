@@ -19,9 +19,10 @@ from cs336_systems.schedule import (
 from cs336_systems.schedule.lists import blocks_of, bubble_fraction, receives_from, sends_to
 from cs336_systems.schedule.simulation import ScheduleError
 
+STAGES, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 7, 8, 12, 15, 16)
 # (name, p, m, v): interleaving with v > 1 needs m to be a multiple of p.
-GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), range(1, 9), range(1, 17))]
-GRID += [("interleaved", p, m, v) for p, m, v in product(range(1, 9), range(1, 17), (2, 3, 4)) if m % p == 0]
+GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), STAGES, MICROBATCHES)]
+GRID += [("interleaved", p, m, v) for p, m, v in product(STAGES, MICROBATCHES, (2, 3, 4)) if m % p == 0]
 # 12 is a multiple of every v, so that all times are whole numbers and floats compute them exactly.
 TIMES = ((12.0, 24.0), (60.0, 12.0))
 
@@ -58,7 +59,7 @@ def test_bubble_and_peak_equal_their_formulas(forward, backward):
 
 def test_zero_bubble_is_idle_for_one_time_of_three():
     """Forward and both parts of backward take the same time, of which a stage of 1F1B is idle for 3 (p - 1)."""
-    for p, m in product(range(1, 9), range(1, 17)):
+    for p, m in product(STAGES, MICROBATCHES):
         ran = simulate(schedule("zb-h1", p, m), 12.0, 24.0)
         idle = p - 1 if m >= p else 2 * p - 1 - m
         assert ran.makespan == (3 * m + idle) * 12.0, (p, m)
@@ -67,7 +68,7 @@ def test_zero_bubble_is_idle_for_one_time_of_three():
 
 
 def test_zero_bubble_in_a_v_is_idle_for_half_a_time_of_three():
-    for p, m in product(range(1, 9), range(1, 20)):
+    for p, m in product(STAGES, MICROBATCHES):
         lists = schedule("zbv", p, m, 2)
         ran = simulate(lists, 2.0, 4.0, turn=True)  # a chunk's forward and both parts of its backward take 1 each
         idle = max(p - 1, 2 * (2 * p - 1 - m))
@@ -101,7 +102,7 @@ def test_messages_between_two_stages_are_taken_in_the_order_in_which_they_are_se
     # What a transport without tags demands: with two stages, forwards and backwards even share a channel. In a V they
     # may overtake each other, as `Mesh.channel` lets them.
     cases = [each for each in GRID if each[0] == "interleaved"]
-    for name, p, m, v in [*cases, *(("zbv", p, m, 2) for p, m in product(range(1, 9), range(1, 17)))]:
+    for name, p, m, v in [*cases, *(("zbv", p, m, 2) for p, m in product(STAGES, MICROBATCHES))]:
         lists, turn = schedule(name, p, m, v), name == "zbv"
         sent: dict = {}
         taken: dict = {}

@@ -118,11 +118,6 @@ def part_of_experts(plan: ExpertParallel, name: str, whole: Tensor) -> Tensor:
     return whole.narrow(0, plan.first, plan.local) if name in plan.names else whole
 
 
-def whole_of_experts(plan: ExpertParallel, group: Group, name: str, part: Tensor) -> Tensor:
-    """The tensor of the whole model from its parts (local ...). Every rank must call this."""
-    return pairs.gather(part.detach(), 0, group, name) if name in plan.names else part
-
-
 def only_rank(rank: int, size: int) -> Group:
     """A group that knows its size and this rank's place, for what says nothing to the others."""
 

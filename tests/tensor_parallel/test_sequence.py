@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.comm import Mesh, pairs, record
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.tensor_parallel.layers import GatheredSequence, gather_input
+from cs336_systems.tensor_parallel.layers import gather_input
 from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support import ranks
 from tests.support.parallel_models import CONFIGS, combine, make_batch, run, whole_model
@@ -85,7 +84,6 @@ def regather_case(group) -> None:
     assert not y.requires_grad
     assert hooks_are_closed()
     check_partial_backward(group, whole)
-    check_bytes(group)
 
 
 def check_reader(group, again: bool, whole: Tensor, weights: Tensor, storages: list[StorageWeakRef]) -> None:
@@ -151,50 +149,6 @@ def check_partial_backward(group, whole: Tensor) -> None:
     x = whole.clone().requires_grad_()
     want = torch.autograd.grad(Reader.forward(reader, x).sum() * size, x)[0]
     assert torch.allclose(part.grad, want.chunk(size, 1)[me], rtol=1e-13, atol=1e-13)
-
-
-def kept_bytes(model: TransformerLM, batch) -> int:
-    """Bytes kept for backward without parameters, each storage once, as autograd and `GatheredSequence` get it."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    def pack(self: GatheredSequence, tensor: Tensor):
-        packed = true_pack(self, tensor)
-        note(self.part if isinstance(packed, tuple) else tensor)
-        return packed
-
-    true_pack = GatheredSequence.pack
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(GatheredSequence, "pack", pack)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            x = model.embedding(batch.tokens, batch.token_types)
-            kept.clear()
-            y = model.run_blocks(batch, x)
-    assert y.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def check_bytes(group) -> None:
-    """Per block, sequence parallelism divides what LayerNorm keeps (its input, a mean and a deviation a token), the two
-    inputs of the branches and the two masks of dropout; with dropout by torch a mask is as wide as its input."""
-    mesh = Mesh(tp=group.size())
-    for dropout in (0.0, 0.1):
-        config = replace(CONFIGS["bert"], dropout=dropout)
-        batch = make_batch(config, 2)
-        got = []
-        for sequence in (False, True):
-            model = whole_model(config)
-            tensor_parallel(model, mesh.tp, sequence, 8)
-            got.append(kept_bytes(model, batch))
-        tokens = batch.tokens.numel()
-        stream, row = 8 * tokens * config.d_model, 8 * tokens
-        divided = config.num_layers * (4 * stream + 4 * row + (2 * stream if dropout else 0))
-        assert got[0] - got[1] == divided * (group.size() - 1) // group.size(), (dropout, got)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
