@@ -51,12 +51,13 @@ def batch_of(seed: int, is_packed: bool) -> Batch:
     return Batch(tokens, targets, positions=positions)
 
 
-# Two cases of each kind with each kernel, in which any two options meet; flash has no dropout.
+# Two cases of each kind with each kernel, in which any two options meet; one with flash, which is slow here.
 CASES = [
     (kind, attention, kv_heads, is_packed, 0.0 if attention == "flash" or bool(kv_heads) == (kind == "ring") else 0.1)
     for (i, kind), (j, attention) in itertools.product(enumerate(KINDS), enumerate(("naive", "sdpa", "flash")))
     for kv_heads in (0, 2)
     for is_packed in [bool(kv_heads) == ((i + j) % 2 == 0)]
+    if attention != "flash" or is_packed == (kind == "ring")
 ]
 
 
@@ -144,11 +145,10 @@ def test_what_a_rank_keeps_for_backward_to_the_byte():
 
     scalar, alone = 8, kept()
     keys = 4 * 64 * 2 * config.d_model
-    for world in (2, 4):
-        share = (alone - scalar) // world + scalar
-        assert kept(cp=world) == share
-        assert kept(cp=world, cp_type="gather") == share + LAYERS * keys * (world - 1) // world
-        assert kept(cp=world, cp_type="ulysses") == share + LAYERS * 2 * 8 * 64
+    share = (alone - scalar) // 4 + scalar
+    assert kept(cp=4) == share
+    assert kept(cp=4, cp_type="gather") == share + LAYERS * keys * 3 // 4
+    assert kept(cp=4, cp_type="ulysses") == share + LAYERS * 2 * 8 * 64
 
 
 def logits(positions: Tensor, tokens: Tensor, attention: str) -> Tensor:

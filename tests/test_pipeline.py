@@ -19,7 +19,7 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.pipeline import OtherStage, Pipeline, Stage
+from cs336_systems.pipeline import Pipeline, Stage
 from cs336_systems.schedule import schedule, simulate
 from cs336_systems.schedule.lists import SPLIT
 from cs336_systems.tensor_parallel.plan import tensor_parallel
@@ -164,8 +164,8 @@ def schedules_case(group) -> None:
     mesh = Mesh(pp=group.size())
     size = group.size()
     some = [("1f1b", 1, 3), ("interleaved", 2, 4), ("zb-h1", 1, 4), ("zbv", 2, 3)]
-    every = [("gpipe", 1, 3), *(("1f1b", 1, count) for count in (1, 3, 5))]
-    every += [("zb-h1", 1, 1), ("zb-h1", 1, 5), *(("zbv", 2, count) for count in (1, 3, 5))]
+    every = [("gpipe", 1, 3), *((name, 1, count) for name in ("1f1b", "zb-h1") for count in (1, 5))]
+    every += [("zbv", 2, 1), ("zbv", 2, 5)]
     every += [("interleaved", 1, 3), ("interleaved", 2, 4), *([("interleaved", 2, 2)] if size == 2 else [])]
     for kind, dtype, runs in (
         ("llama", torch.float32, every),
@@ -265,36 +265,10 @@ def test_timers_have_megatrons_names():
     ]
 
 
-def test_layers_of_another_stage_raise():
-    config = replace(CONFIGS["bert"], num_layers=4)
-    model = TransformerLM(config)
-    names = [name for name, _ in model.named_parameters()]
-    stages = [Stage(copy.deepcopy(model), stage, 2, chunks=2) for stage in range(2)]
-    held = [dict(stage.model.named_parameters()) for stage in stages]
-    assert set(held[0]) | set(held[1]) == set(names)
-    assert set(held[0]) & set(held[1]) == {TIED}
-    assert {name.split(".")[1] for name in held[0] if name.startswith("blocks")} == {"0", "2"}
-    assert [each for each in names if each in held[1]] == list(held[1]), "the order is the whole model's"
-    assert isinstance(stages[0].model.final_norm, OtherStage)
-    x, batch = torch.zeros(1, 8, 32), make_batch(config, 1)
-    for foreign in (
-        lambda: stages[0].model.blocks[1](x),
-        lambda: stages[1](batch),
-        lambda: stages[0].model.finish(x),
-        lambda: stages[0].model.token_loss(x, batch.targets, "sum"),
-    ):
-        with pytest.raises(AssertionError, match="this layer is on another stage of the pipeline"):
-            foreign()
-    with pytest.raises(UserError, match=r"num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of"):
-        Stage(copy.deepcopy(model), 0, 2, chunks=3)
-
-
 def refused_case(group) -> None:
     mesh = Mesh(pp=2)
     config = replace(CONFIGS["gpt"], num_layers=4)
     for name, chunks, message in (
-        ("zero bubble", 1, "no schedule is called 'zero bubble': choose from gpipe, 1f1b, interleaved, zb-h1, zbv"),
-        ("1f1b", 2, "1f1b has one chunk per stage, not 2: use interleaved for other numbers"),
         ("interleaved", 2, "microbatches 3 is not a multiple of stages 2, as interleaved needs: use 2 or 4"),
         ("zbv", 2, "schedule zbv does not go with a stage that has turn=False"),
     ):

@@ -1,6 +1,7 @@
 """Pipeline schedules: small ones simulated against their formulas, some against lists by hand, broken ones refused."""
 
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from cs336_systems.schedule import (
     zero_bubble,
     zero_bubble_v,
 )
-from cs336_systems.schedule.lists import blocks_of, bubble_fraction, receives_from, sends_to
+from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction, receives_from, sends_to
 from cs336_systems.schedule.simulation import ScheduleError
 
 STAGES, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 7, 8, 12, 15, 16)
@@ -167,6 +168,17 @@ def test_drawings():
         lines = simulate(schedule("interleaved", 3, 6, 3)).drawing(width).split("\n")
         assert len({len(line) for line in lines}) == 1
         assert len(lines[0]) <= width
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "width"),
+    [("gpipe", 1, 74), ("1f1b", 1, 74), ("interleaved", 2, 122), ("zb-h1", 1, 89), ("zbv", 2, 112)],
+)
+def test_the_drawings_of_the_docs_are_the_schedules(name, chunks, width):
+    page = (Path(__file__).resolve().parents[1] / "docs/model_parallelism.md").read_text()
+    simulation = simulate(schedule(name, 4, 8, chunks), turn=name in TURNING)
+    assert simulation.drawing(width) in page
+    assert f"idle {simulation.bubble:.0%}, at most {simulation.peak_live[0]} " in page
 
 
 def test_a_deadlock_names_the_waiting_stages():

@@ -14,9 +14,7 @@ from tests.support.parallel_cases import loss_of, make
 from tests.support.tolerances import bound
 
 ELEMENTWISE = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.05}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
     "ours": (AdamW, {"lr": 0.05}),

@@ -1,18 +1,15 @@
 """The gathered sequence: the bytes kept for backward, which gathers it again, and no context is left open."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cs336_systems.comm import Mesh, pairs, record
+from cs336_systems.comm import pairs, record
 from cs336_systems.tensor_parallel.layers import gather_input
-from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support import ranks
-from tests.support.parallel_models import CONFIGS, combine, make_batch, run, whole_model
 
 ROWS, SEQ, D_MODEL = 2, 12, 4
 
@@ -154,20 +151,3 @@ def check_partial_backward(group, whole: Tensor) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_gathered_sequence(world_size):
     ranks.run(regather_case, world_size)
-
-
-def recompute_case(group) -> None:
-    """A block that is recomputed keeps nothing in between, so the sequence is not gathered by itself."""
-    config = CONFIGS["gpt"]
-    mesh = Mesh(tp=group.size())
-    for recompute, gathers in (("none", 2), ("attention", 2), ("segments", 0), ("nested", 0)):
-        changed = replace(config, recompute=recompute)
-        model, batch = whole_model(changed), make_batch(changed, 2)
-        tensor_parallel(model, mesh.tp, True, 8)
-        with record() as events:
-            combine(run(model, batch)).backward()
-        assert sum(event.label.endswith("again") for event in events) == gathers * config.num_layers, recompute
-
-
-def test_only_kept_sequences_are_gathered_again():
-    ranks.run(recompute_case, 2)
