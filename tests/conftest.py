@@ -92,8 +92,6 @@ SLOW = (
     "test_faults_backward::test_right_or_an_error_that_names_the_cause[two forwards, then two backwards, a",
     "test_faults_ddp::test_right_or_an_error_that_names_the_cause[one more backward on one rank, without",
     "test_fsdp::test_compiled",
-    "test_layouts::test_layouts_learn_what_one_process_learns[5 from",
-    "test_layouts::test_layouts_learn_what_one_process_learns[6 from tp1-pp1-dp4",
     "test_layouts_mixed::test_an_overflow_on_one_rank_skips_the_step_on_all[tp1-pp2",
     "test_pipeline::test_every_schedule_equals_accumulation_in_one_process[4",
     "test_safety::test_secrets_of_the_environment_are_in_no_file[profile",

@@ -18,6 +18,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -71,7 +72,6 @@ class Outcome(NamedTuple):
 
     command: Command
     seconds: float
-    processor_seconds: float  # of all its processes: far less than cores x seconds where others use the machine
     code: int | str
     output: str
 
@@ -115,26 +115,15 @@ def _take_block(page: Page, info: list[str], lines: list[str], start: int) -> No
 
 def copy_project(folder: Path) -> None:
     """The project as it is here, changes included, without what git ignores."""
-    listed = _git("ls-files", "-z", "--modified", "--others", "--exclude-standard")
-    if listed is None or _git("clone", "--quiet", str(ROOT), str(folder)) is None:
-        ignored = (ROOT / ".gitignore").read_text().split()
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", *(name.strip("/") for name in ignored)))
-        return
-    for name in filter(None, listed.split("\0")):
+    git = partial(subprocess.check_output, cwd=ROOT, text=True)
+    git(["git", "clone", "--quiet", ROOT, folder])
+    for name in git(["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]).split("\0")[:-1]:
         (folder / name).unlink(missing_ok=True)
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     # A file that git has just written would look newer to make than the environment.
     shutil.copystat(ROOT / "pyproject.toml", folder / "pyproject.toml")
-
-
-def _git(*words: str) -> str | None:
-    """Output of git, or None if there is no git, or no checkout."""
-    with suppress(FileNotFoundError):
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout if done.returncode == 0 else None
-    return None
 
 
 def prepare(folder: Path, page: Page) -> dict[str, str]:
@@ -164,9 +153,8 @@ def run(command: Command, folder: Path, environment: dict[str, str], limit: floa
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **where)
         code: int | str = HUNG
         try:
-            ended, used = wait_for(process.pid, start + limit)
-            if ended is not None:
-                code = process.returncode = ended
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
         finally:
             seconds = time.monotonic() - start
             left = end_what_is_left(mark)
@@ -175,18 +163,7 @@ def run(command: Command, folder: Path, environment: dict[str, str], limit: floa
         if left and code == 0:
             code = f"left {len(left)} running"
         output.seek(0)
-        return Outcome(command, seconds, used, code, output.read())
-
-
-def wait_for(pid: int, deadline: float) -> tuple[int | None, float]:
-    """A child's exit code, None if it does not end in time, and seconds of processor of all that it has waited for."""
-    while True:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-        if time.monotonic() > deadline:
-            return None, 0.0
-        time.sleep(0.02)
+        return Outcome(command, seconds, code, output.read())
 
 
 def end_what_is_left(mark: str) -> dict[int, str]:
@@ -250,11 +227,10 @@ def in_order(commands: list[Command]) -> list[tuple[Command, list[Command]]]:
 def show(outcomes: list[Outcome], together: float) -> None:
     """A table, and the end of what each failed command said."""
     screen = console.console()
-    heads = ("line", "command", "seconds", "of processor", "exit code")
-    table = Table(*heads, title=f"{len(outcomes)} commands of the README")
-    for command, seconds, busy, code, _ in outcomes:
-        cells = (str(command.line), command.text, f"{seconds:.1f}", f"{busy:.1f}", str(code))
-        table.add_row(*cells, style=None if code == 0 else "red")
+    table = Table("line", "command", "seconds", "exit code", title=f"{len(outcomes)} commands of the README")
+    for command, seconds, code, _ in outcomes:
+        style = None if code == 0 else "red"
+        table.add_row(str(command.line), command.text, f"{seconds:.1f}", str(code), style=style)
     screen.print(table)
     screen.print(f"{format_seconds(together)}, {AT_A_TIME} commands at a time")
     for text, reason in EXEMPT.items():

@@ -7,7 +7,6 @@ import os
 import signal
 from collections import Counter
 from dataclasses import replace
-from time import monotonic
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from cs336_systems.data.corpus import IGNORED, Batch
 from cs336_systems.errors import UserError
 from cs336_systems.layout import Layout
 from cs336_systems.model.attention import SelfAttention
-from cs336_systems.model.blockwise import BlockKernel, Rectangle, Visible
+from cs336_systems.model.blockwise import BlockKernel, Rectangle
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig
@@ -52,12 +51,13 @@ def batch_of(seed: int, is_packed: bool) -> Batch:
     return Batch(tokens, targets, positions=positions)
 
 
-# Two cases of each kind with each kernel, in which any two options meet; flash has no dropout.
+# Two cases of each kind with each kernel, in which any two options meet; one with flash, which is slow here.
 CASES = [
     (kind, attention, kv_heads, is_packed, 0.0 if attention == "flash" or bool(kv_heads) == (kind == "ring") else 0.1)
     for (i, kind), (j, attention) in itertools.product(enumerate(KINDS), enumerate(("naive", "sdpa", "flash")))
     for kv_heads in (0, 2)
     for is_packed in [bool(kv_heads) == ((i + j) % 2 == 0)]
+    if attention != "flash" or is_packed == (kind == "ring")
 ]
 
 
@@ -78,7 +78,9 @@ def three_ways_case(group, cases: list) -> list[tuple]:
         whole, batch = copy.deepcopy(model), batch_of(3, is_packed)
         key = dropout_key(5, 2, torch.arange(ROWS)) if dropout else None
         context_parallel(model, group, kind)
-        got = loss_and_gradients(model, split_sequence(batch, group), key)
+        part = split_sequence(batch, group)
+        assert torch.equal(join_sequence(part.tokens[..., None], group)[..., 0], batch.tokens)
+        got = loss_and_gradients(model, part, key)
         for total in got.values():
             all_reduce(total.view(-1), group, "test", "sum").wait()
         if group.rank() == 0:
@@ -100,35 +102,6 @@ def test_three_ways_with_every_kernel_equal_one_process(world):
     assert not [(case, *each) for case, each in zip(cases, worst, strict=True) if each[0] > allowed]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_the_rectangles_are_what_may_be_seen_and_each_pair_once(world, is_packed):
-    positions = packed(7) if is_packed else torch.arange(SEQ).expand(ROWS, -1)
-    visible = Visible(positions if is_packed else None)
-    parts = [parts_of(rank, world, SEQ) if world > 1 else (range(SEQ),) for rank in range(world)]
-    seen = torch.zeros(ROWS, SEQ, SEQ, dtype=torch.int64)
-    for own, keys in itertools.product(parts, parts):
-        query_places, key_places = (list(itertools.chain(*each)) for each in (own, keys))
-        for at in visible.rectangles(own, keys):
-            assert at.query == query_places[at.queries.start]
-            assert at.key == key_places[at.keys.start]
-            rows = range(ROWS)[at.rows]
-            pairs = [
-                (row, query, key)
-                for row in rows
-                for i, query in enumerate(query_places[at.queries])
-                for j, key in enumerate(key_places[at.keys])
-                if not at.causal or j <= i
-            ]
-            assert len(pairs) == at.area(ROWS)
-            for pair in pairs:
-                seen[pair] += 1
-    place = torch.arange(SEQ)
-    first = (place - positions)[:, :, None]
-    wanted = (place <= place[:, None]) & (place >= first)
-    assert torch.equal(seen, wanted.long())
-
-
 def test_every_rank_has_the_same_work():
     assert [parts_of(rank, 2, 16) for rank in range(2)] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
     for world in (1, 2, 3, 4, 8):
@@ -136,18 +109,6 @@ def test_every_rank_has_the_same_work():
         assert sum(work) == 48 * 49 // 2
         assert len(set(work)) == 1
     assert sum(attention_work(2, SEQ, packed(3))) == (packed(3) + 1).sum()
-
-
-def round_trip_case(group) -> None:
-    batch = batch_of(1, True)
-    mine = split_sequence(batch, group)
-    assert mine.tokens.shape == (ROWS, SEQ // group.size())
-    assert torch.equal(join_sequence(mine.tokens[..., None], group)[..., 0], batch.tokens)
-    assert torch.equal(mine.positions, batch.positions)
-
-
-def test_parts_come_together_again():
-    ranks.run(round_trip_case, 4)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -184,11 +145,10 @@ def test_what_a_rank_keeps_for_backward_to_the_byte():
 
     scalar, alone = 8, kept()
     keys = 4 * 64 * 2 * config.d_model
-    for world in (2, 4):
-        share = (alone - scalar) // world + scalar
-        assert kept(cp=world) == share
-        assert kept(cp=world, cp_type="gather") == share + LAYERS * keys * (world - 1) // world
-        assert kept(cp=world, cp_type="ulysses") == share + LAYERS * 2 * 8 * 64
+    share = (alone - scalar) // 4 + scalar
+    assert kept(cp=4) == share
+    assert kept(cp=4, cp_type="gather") == share + LAYERS * keys * 3 // 4
+    assert kept(cp=4, cp_type="ulysses") == share + LAYERS * 2 * 8 * 64
 
 
 def logits(positions: Tensor, tokens: Tensor, attention: str) -> Tensor:
@@ -236,76 +196,52 @@ def test_packed_documents_equal_the_documents_apart(positions):
         assert relative(one.get_parameter(name).grad, parameter.grad, parameter.grad) < allowed, name
 
 
-@pytest.mark.parametrize("which", range(5))
-def test_the_fused_kernel_reads_tensors_of_any_strides(which):
+def test_the_fused_kernel_reads_tensors_of_any_strides():
     """One of q, k, v, gradient and output at a time has its last dim far apart, as rotated heads of 2 have."""
-    whole, draw = Rectangle(slice(None), slice(6), slice(6), True, 0, 0), torch.Generator().manual_seed(which)
+    whole, draw = Rectangle(slice(None), slice(6), slice(6), True, 0, 0), torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, 2, 3, 6, 4, generator=draw, dtype=torch.float64)
     output, log_sum_exp = BlockKernel("naive").forward(q, k, v, whole)
     dense = [q, k, v, grad, output]
-    q, k, v, grad, output = (each.mT.contiguous().mT if i == which else each for i, each in enumerate(dense))
-    found = [*BlockKernel("sdpa").forward(q, k, v, whole)]
-    found += BlockKernel("sdpa").backward(grad, q, k, v, output, log_sum_exp, whole)
-    want = [dense[4], log_sum_exp]
-    want += BlockKernel("naive").backward(dense[3], *dense[:3], dense[4], log_sum_exp, whole)
-    for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(one, other)
+    want = [output, log_sum_exp, *BlockKernel("naive").backward(grad, q, k, v, output, log_sum_exp, whole)]
+    for which in range(5):
+        q, k, v, grad, output = (each.mT.contiguous().mT if i == which else each for i, each in enumerate(dense))
+        found = [*BlockKernel("sdpa").forward(q, k, v, whole)]
+        found += BlockKernel("sdpa").backward(grad, q, k, v, output, log_sum_exp, whole)
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other)
 
 
-REFUSALS = {
-    "length": (
-        {"cp": 2, "context": 30},
-        "30 tokens do not divide into 2 x cp 2 = 4 parts: use --context 28, or a lower --cp",
-    ),
-    "sequence parallelism": (
-        {"cp": 2, "tp": 2, "sequence_parallel": True, "context": 36},
-        "36 tokens do not divide into 2 x cp 2 x tp 2 = 8 parts: use --context 32, or a lower --cp",
-    ),
-    "heads": (
-        {"cp": 8, "cp_type": "ulysses", "context": 64},
-        "4 heads do not divide over tp 1 x cp 8 = 8 ranks: use --cp-type ring or gather, or degrees whose product "
-        "divides 4",
-    ),
-    "encoder": (
-        {"cp": 2, "objective": "bert", "context": 64},
-        "cp 2 splits the sequence of a decoder, and this model is an encoder: leave --cp out",
-    ),
-    "ranks": (
-        {"cp": 3, "context": 48},
-        "tp 1 x pp 1 x ep 1 x cp 3 = 3 does not divide the 8 ranks: start a multiple of 3, or lower a degree",
-    ),
-    "packed pairs": (
-        {"objective": "bert", "pack": True},
-        "--pack is about a decoder's rows; a row of BERT's is one pair of stretches of text",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name):
-    options, message = REFUSALS[name]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"cp": 2, "tp": 2, "sequence_parallel": True, "context": 36},
+            "36 tokens do not divide into 2 x cp 2 x tp 2 = 8 parts: use --context 32, or a lower --cp",
+        ),
+        (
+            {"cp": 8, "cp_type": "ulysses", "context": 64},
+            "4 heads do not divide over tp 1 x cp 8 = 8 ranks: use --cp-type ring or gather, or degrees whose product "
+            "divides 4",
+        ),
+        (
+            {"cp": 2, "objective": "bert", "context": 64},
+            "cp 2 splits the sequence of a decoder, and this model is an encoder: leave --cp out",
+        ),
+        (
+            {"cp": 3, "context": 48},
+            "tp 1 x pp 1 x ep 1 x cp 3 = 3 does not divide the 8 ranks: start a multiple of 3, or lower a degree",
+        ),
+        (
+            {"objective": "bert", "pack": True},
+            "--pack is about a decoder's rows; a row of BERT's is one pair of stretches of text",
+        ),
+    ],
+)
+def test_refusals(options, message):
     recipe = Recipe.of(num_heads=4, d_model=64, batch_size=8, **options)
     with pytest.raises(UserError) as error:
         recipe.check(recipe.model_config(), 8)
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        (
-            torch.arange(4)[None],
-            r"positions are torch.int64 of shape \(1, 4\): whole numbers of shape \(2, 4\) are meant",
-        ),
-        (torch.arange(4), r"of shape \(4,\)"),
-        (torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
-        (torch.zeros(2, 4), "torch.float32"),
-        (torch.arange(1, 5).expand(2, -1), "a row's positions begin at 0"),
-    ],
-)
-def test_positions_that_cannot_be_are_refused(positions, message):
-    with pytest.raises(UserError, match=message):
-        TransformerLM(CONFIG)(torch.zeros(2, 4, dtype=torch.int64), positions=positions)
 
 
 def test_what_cannot_be_split_is_refused():
@@ -320,7 +256,23 @@ def test_what_cannot_be_split_is_refused():
         tensor_parallel(model)
         with pytest.raises(UserError, match="1 heads on each rank do not divide over cp 2: use ring or gather"):
             model.run_blocks(Batch(torch.zeros(1, SEQ // 2, dtype=torch.int64)))
-    assert attention_work(1, 33) == [33 * 34 // 2]
+    tokens, model = torch.zeros(2, 4, dtype=torch.int64), TransformerLM(CONFIG)
+    for positions, message in (
+        (torch.arange(4)[None], r"int64 of shape \(1, 4\): whole numbers of shape \(2, 4\) are meant"),
+        (torch.arange(4), r"of shape \(4,\)"),
+        (torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
+        (torch.zeros(2, 4), "torch.float32"),
+        (torch.arange(1, 5).expand(2, -1), "a row's positions begin at 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model(tokens, positions=positions)
+    positions = torch.tensor([[0, 1, 0, 1]] * 2)
+    with pytest.raises(UserError, match="causal attention without padding"):
+        TransformerLM(replace(CONFIG, causal=False))(tokens, positions=positions)
+    with pytest.raises(UserError, match="without padding"):
+        model(tokens, padding_mask=torch.ones(2, 4, dtype=torch.bool), positions=positions)
+    with pytest.raises(UserError, match="pass the model a dropout key"):
+        TransformerLM(replace(CONFIG, dropout=0.1))(tokens, positions=positions)
 
 
 def test_ranks_without_targets_have_a_loss_of_zero():
@@ -333,29 +285,14 @@ def test_ranks_without_targets_have_a_loss_of_zero():
     assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_models_that_cannot_be_packed_say_so():
-    tokens, positions = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 1, 0, 1]])
-    with pytest.raises(UserError, match="causal attention without padding"):
-        TransformerLM(replace(CONFIG, causal=False))(tokens, positions=positions)
-    with pytest.raises(UserError, match="without padding"):
-        TransformerLM(CONFIG)(tokens, padding_mask=torch.ones(1, 4, dtype=torch.bool), positions=positions)
-    with pytest.raises(UserError, match="pass the model a dropout key"):
-        TransformerLM(replace(CONFIG, dropout=0.1))(tokens, positions=positions)
-
-
 def dead_rank_case(group, kind: str) -> None:
     """A rank that is killed after its first attention."""
-    model = TransformerLM(CONFIG)
-    context_parallel(model, group, kind)
+    model = context_parallel(TransformerLM(CONFIG), group, kind)
     if group.rank() == 1:
         model.blocks[0].attention.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     part = split_sequence(batch_of(1, False), group)
-    start = monotonic()
-    try:
-        for _ in range(2):
-            model.losses(model.run_blocks(part), part).tokens.backward()
-    finally:
-        assert monotonic() - start < 15  # ranks wait for each other for 20 seconds or more
+    for _ in range(2):
+        model.losses(model.run_blocks(part), part).tokens.backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,44 +1,37 @@
 """The four data-parallel wrappers: results equal to one process, reductions in the order that their lesson claims."""
 
 import gc
-import inspect
 import weakref
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Event, all_reduce, record, shared_verbs
+from cs336_systems.comm import Event, all_reduce, record
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
-from cs336_systems.zero import WRAPPERS as BY_NAME
 from cs336_systems.zero import zero
 from tests.support import ranks
 from tests.support.fault_cases import MODES, full_parameters
 from tests.support.parallel_cases import loss_of, make, naive_mean, spread
 from tests.support.tolerances import bound
+from tests.support.traffic_cases import LADDER
 
-WRAPPERS = {
-    **BY_NAME,
-    "bucketed-small": lambda module: BucketedDDP(module, bucket_size_mb=0.0005),
-    "bucketed-one": lambda module: BucketedDDP(module, bucket_size_mb=None),
-}
 # The mean adds `world size` numbers in some order and divides; the rest is computed alike.
 TOLERANCE = bound(torch.float64, stages=2, longest_sum=4)
 
 
 def wrappers_case(group) -> None:
-    for wrapper in WRAPPERS:
+    for wrapper in LADDER:
         gradients_case(group, wrapper)
 
 
 def gradients_case(group, wrapper: str) -> None:
-    model = WRAPPERS[wrapper](make(seed=group.rank()))
+    model = LADDER[wrapper](make(seed=group.rank()))
     loss_of(model, 0, group.rank(), group.size()).backward()
     model.finish_gradient_synchronization()
     want = naive_mean(make(seed=0), 0, group.size())
@@ -94,13 +87,17 @@ TRACES = {
 }
 
 
-def trace_case(group, wrapper: str) -> str:
+def traces_case(group) -> dict[str, str]:
+    return {wrapper: trace_of(wrapper) for wrapper in TRACES}
+
+
+def trace_of(wrapper: str) -> str:
     """The order of gradients, reductions and the end of backward in a chain of eight layers."""
     chain = nn.Sequential(*(Scale() for _ in range(8)))
     with record() as events:
         for i, layer in enumerate(chain):
             layer.weight.register_post_accumulate_grad_hook(lambda p, i=i: events.append(f"g{i}"))
-        model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
+        model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else LADDER[wrapper](chain)
         events.clear()
         model(torch.ones(3)).sum().backward()
         events.append("|")
@@ -112,40 +109,9 @@ def trace_case(group, wrapper: str) -> str:
     return " ".join(each if isinstance(each, str) else "R" for each in events if each not in flags)
 
 
-@pytest.mark.parametrize("wrapper", TRACES)
-def test_order_of_gradients_and_reductions(wrapper):
-    assert ranks.run(trace_case, 2, wrapper=wrapper) == [TRACES[wrapper]] * 2
-
-
-def frames_case(group, wrapper: str) -> list[list[str]]:
-    """The library's frames, outermost first, above each all-reduce that backward launches: FILE function."""
-    found, real = [], shared_verbs.all_reduce
-
-    def all_reduce(*arguments, **named):
-        stack = [(Path(frame.filename), frame.function) for frame in inspect.stack()[::-1]]
-        found.append([f"{file.name} {function}" for file, function in stack if "cs336_systems" in file.parts])
-        return real(*arguments, **named)
-
-    chain = nn.Sequential(*(Scale() for _ in range(8)))
-    model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
-    shared_verbs.all_reduce = all_reduce
-    try:
-        model(torch.ones(3)).sum().backward()
-    finally:
-        shared_verbs.all_reduce = real
-    model.finish_gradient_synchronization()
-    return found
-
-
-@pytest.mark.parametrize(("wrapper", "reductions"), [("overlapped", 8), ("bucketed", 4)])
-def test_five_frames_at_most_lead_from_a_hook_to_its_all_reduce(wrapper, reductions):
-    found = ranks.run(frames_case, 2, wrapper=wrapper)[0]
-    assert len(found) == reductions
-    for frames in found:
-        assert frames[0] == "guards.py hook"
-        assert frames[-1] == "verbs.py all_reduce"
-        assert len(frames) <= 5
-        assert len({frame.split()[0] for frame in frames}) <= 4
+def test_order_of_gradients_and_reductions():
+    for found in ranks.run(traces_case, 2):
+        assert found == TRACES
 
 
 def accumulation_case(group) -> None:
@@ -203,12 +169,9 @@ def kept_case(group) -> None:
         assert places[0] == places[1] == places[2] != places[3] == places[4], wrap
 
 
-def test_a_buffer_is_filled_again_unless_a_gradient_in_it_is_held():
-    ranks.run(kept_case, 1)  # gloo's threads might hold it for a moment
-
-
-def test_gradients_lie_in_their_buckets():
+def test_gradients_lie_in_their_buckets_which_are_filled_again():
     ranks.run(views_case, 2)
+    ranks.run(kept_case, 1)  # gloo's threads might hold a buffer for a moment
 
 
 IMPOSSIBLE = (
@@ -221,22 +184,18 @@ IMPOSSIBLE = (
 )
 
 
-def impossible_case(group) -> None:
+def refused_case(group) -> None:
+    """Arguments, norms, and clipping while gradients are one rank's."""
     for options, words in IMPOSSIBLE:
         with pytest.raises(UserError) as error:
             BucketedDDP(**{"module": make()} | options)
         assert words in str(error.value)
     assert BucketedDDP(make(), bucket_size_mb=np.float32(1)).buckets
-
-
-def test_impossible_arguments_are_refused():
-    ranks.run(impossible_case, 1)
-
-
-def norm_case(group) -> None:
-    for wrap in (NaiveDDP, FSDP):
-        model = wrap(make())
+    for stage in (0, 2, 3):
+        model, _ = zero(make(), torch.optim.SGD, stage, lr=0.1)
         loss_of(model, 0).backward()
+        with pytest.raises(UserError, match=r"clip_grad_norm\(\) before"):
+            model.clip_grad_norm(1.0)
         model.finish_gradient_synchronization()
         assert model.clip_grad_norm(1e9, "inf") == model.clip_grad_norm(1e9, float("inf")) > 0
         for norm_type in (0, -1.0, float("nan")):
@@ -244,13 +203,13 @@ def norm_case(group) -> None:
                 model.clip_grad_norm(1.0, norm_type)
 
 
-def test_a_norm_that_is_none_is_refused():
-    ranks.run(norm_case, 2)
+def test_what_cannot_be_is_refused():
+    ranks.run(refused_case, 2)
 
 
 def freed_case(group) -> None:
     """A wrapper that nobody needs any more goes, with its buffers, although its module's hooks have known it."""
-    for wrap in (*WRAPPERS.values(), FSDP):
+    for wrap in (*LADDER.values(), FSDP):
         model = wrap(make())
         loss_of(model, 0).backward()
         model.finish_gradient_synchronization()
@@ -262,16 +221,3 @@ def freed_case(group) -> None:
 
 def test_wrappers_are_freed():
     ranks.run(freed_case, 2)
-
-
-def early_clip_case(group) -> None:
-    for stage in (0, 2, 3):
-        model, _ = zero(make(), torch.optim.SGD, stage, lr=0.1)
-        loss_of(model, 0).backward()
-        with pytest.raises(UserError, match=r"clip_grad_norm\(\) before"):
-            model.clip_grad_norm(1.0)
-        model.finish_gradient_synchronization()
-
-
-def test_gradients_of_one_rank_are_not_clipped():
-    ranks.run(early_clip_case, 2)

@@ -14,10 +14,9 @@ from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
-from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support import ranks
 from tests.support.layout_cases import wide
-from tests.support.parallel_models import part_of_experts, whole_of, whole_of_experts
+from tests.support.parallel_models import part_of_experts
 from tests.support.tolerances import bound
 
 D, SEQ, EXPERTS = 8, 2, 4
@@ -226,35 +225,6 @@ def test_a_shared_expert_computes_while_rows_travel_forward_and_backward():
             *("begin combine, gradient", "wait combine, gradient", "experts backward begins", "experts backward ends"),
             *("begin dispatch, gradient", "shared backward begins", "shared backward ends", "wait dispatch, gradient"),
         ]
-
-
-def weights_case(group) -> None:
-    """A model made of parts has the whole one's first values, whatever the parts; each expert by its global number."""
-    config = replace(CONFIG, feed_forward="swiglu", mixture=Mixture(shared_expert=True))
-    whole = TransformerLM(config, "cpu")
-    whole.init_weights(7)
-    values = dict(whole.named_parameters())
-    experts = values["blocks.0.feed_forward.experts.up.weight"]
-    assert len({tuple(expert.flatten().tolist()) for expert in experts}) == EXPERTS
-    for tp, ep in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)):
-        mesh = Mesh(tp, 1, ep)
-        model = TransformerLM(config, "meta")
-        plan = tensor_parallel(model, mesh.tp)
-        parts = expert_parallel(model, mesh.ep, mesh.data)
-        plan.init_weights(7, torch.device("cpu"))
-        assert (parts.first, parts.local) == (mesh.ep.rank() * EXPERTS // ep, EXPERTS // ep)
-        for name, parameter in model.named_parameters():
-            gathered = whole_of_experts(parts, mesh.ep, name, whole_of(plan, name, parameter))
-            assert torch.equal(gathered, values[name]), (name, tp, ep)
-            assert torch.equal(part_of_experts(parts, name, plan.part(name, values[name])), parameter), (name, tp, ep)
-        if tp == 1:
-            model.init_weights(7)
-            for name, parameter in model.named_parameters():
-                assert torch.equal(part_of_experts(parts, name, values[name]), parameter), (name, ep)
-
-
-def test_first_weights_depend_on_no_layout():
-    ranks.run(weights_case, 4)
 
 
 def refused_case(group) -> None:

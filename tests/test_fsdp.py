@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: what is freed, when weights are gathered, mixed precision, state."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from tests.support import ranks
-from tests.support.parallel_cases import batch, loss_of, make, one_process, own_rows, rows_of
+from tests.support.parallel_cases import batch, loss_of, make, own_rows, rows_of
 from tests.support.tolerances import bound
 
 TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
@@ -112,17 +113,13 @@ def check_transformer(group, changes: dict, recompute: str) -> None:
         model.finish_gradient_synchronization()
     units = {unit.shard: unit for unit in model.sharded}
     for (name, want), p in zip(reference.named_parameters(), model.parameters(), strict=True):
-        if want.grad is None:
-            assert p.grad is None, (recompute, name)
-            continue
-        rows = slice(*units[p].rows) if p in units else slice(None)
-        expected = want.grad[rows]
-        torch.testing.assert_close(
-            p.grad, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{recompute}, {n}: {m}"
-        )
+        assert (want.grad is None) == (p.grad is None), (recompute, name)
+        if want.grad is not None:
+            expected = want.grad[slice(*units[p].rows) if p in units else slice(None)]
+            assert torch.allclose(p.grad, expected, TOLERANCE, TOLERANCE), (recompute, name)
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA, BERT, FUSED], ids=["gpt", "llama", "bert", "fused"])
+@pytest.mark.parametrize("changes", [{}, BERT, FUSED], ids=["gpt", "bert", "fused"])
 def test_the_transformer_equals_one_process(changes):
     ranks.run(transformers_case, 2, changes=changes)
 
@@ -182,13 +179,21 @@ def test_masters_and_gradients_stay_float32(dtype, world_size):
 
 
 def state_case(group) -> None:
+    """Whole weights go out and in; each rank takes its rows of them, or its own rows that it saved."""
     model = FSDP(make(seed=group.rank()))
     bare = make(seed=7)
     bare.load_state_dict(model.gather_full_params())
-    for p, q in zip(bare.parameters(), make(seed=0).parameters(), strict=True):
-        assert torch.equal(p, q)
-    again = FSDP(bare).gather_full_params()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.gather_full_params().items())
+    require_equal(bare.state_dict(), make(seed=0).state_dict())
+    require_equal(FSDP(bare).gather_full_params(), model.gather_full_params())
+    own, want = {name: value.clone() for name, value in own_rows(model).items()}, make(seed=7).state_dict()
+    model.module.load_state_dict(want)
+    require_equal(model.gather_full_params(), want)
+    model.load_state_dict(own)
+    require_equal(model.gather_full_params(), make(seed=0).state_dict())
+
+
+def require_equal(got: dict, want: dict) -> None:
+    assert not [name for name in want if not torch.equal(got[name], want[name])]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -196,45 +201,39 @@ def test_whole_state_goes_out_and_in(world_size):
     ranks.run(state_case, world_size)
 
 
-def save_case(group) -> None:
-    """Neither the wrapper's state nor that of a layer inside is saved as if this rank's rows were all."""
+def refused_case(group) -> str:
+    """A state of rows, of the wrapper or of a layer inside, as if they were all; a forward inside a forward. The model
+    says how much of it is sharded."""
     model, first = FSDP(make(seed=0)), f"rows {6 * group.rank()} to {5 * group.rank() + 6} of 11 of embedding.weight"
     for module in (model, model.module, model.module.embedding):
         with pytest.raises(UserError, match=f"^state_dict.. would have {first}: call gather_full_params.. on every"):
             module.state_dict()
     assert model.module.norm.state_dict().keys() == {"weight", "bias"}  # which are whole
-
-
-def said_case(group) -> str:
+    nested = FSDP(Nested())
+    nested.module.wrapper.append(nested)
+    with pytest.raises(UserError, match="FSDP is inside `forward`: it cannot begin another pass"):
+        nested(torch.ones(1, 2))
+    nested.module.wrapper[0] = nn.Identity()
+    nested(torch.ones(1, 2)).sum().backward()
+    nested.finish_gradient_synchronization()
     model = FSDP(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5)))
-    kept = sum(p.numel() for p in model.parameters())
-    assert f"shards 256 of 285 parameters: this rank keeps {kept}\n" in repr(model)
-    return str(kept)
+    return next(line for line in repr(model).split("\n") if "this rank keeps" in line)
 
 
-def test_a_model_says_how_much_of_it_is_sharded():
-    assert ranks.run(said_case, 2) == [str(29 + 108 + 24), str(29 + 108 + 16)]
+class Nested(nn.Module):
+    """A module that calls its own wrapper in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.wrapper = nn.Linear(2, 2), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapper[0](self.layer(x))
 
 
-def test_a_state_of_rows_is_refused():
-    ranks.run(save_case, 2)
-
-
-def load_case(group) -> None:
-    """Each rank takes its rows of whole weights, and its own rows from the rows that it saved."""
-    want, model = make(seed=7), FSDP(make(seed=0))
-    own = {name: value.clone() for name, value in own_rows(model).items()}
-    model.module.load_state_dict(want.state_dict())
-    for name, value in model.gather_full_params().items():
-        assert torch.equal(value, want.state_dict()[name]), name
-    model.load_state_dict(own)
-    for name, value in model.gather_full_params().items():
-        assert torch.equal(value, make(seed=0).state_dict()[name]), name
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_whole_weights_and_own_rows_are_loaded(world_size):
-    ranks.run(load_case, world_size)
+def test_states_of_rows_and_nested_forwards_are_refused():
+    for said, kept in zip(ranks.run(refused_case, 2), (24, 16), strict=True):
+        assert f"shards 256 of 285 parameters: this rank keeps {29 + 108 + kept}" in said
 
 
 def foreign_case(group, marked: bool, folder: str) -> None:
@@ -256,26 +255,6 @@ def test_rows_of_another_rank_are_refused(marked, tmp_path):
         assert words in error[1]
 
 
-def memory_case(group) -> None:
-    want, _ = one_process(2, torch.optim.SGD, lr=0.1)
-    model = FSDP(make(seed=group.rank()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        loss_of(model, step, group.rank(), group.size()).backward()
-        model.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, step)  # evaluation in between leaves nothing behind
-    full = model.gather_full_params()
-    for name, value in want.items():
-        torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_evaluation_between_steps_changes_nothing():
-    ranks.run(memory_case, 2)
-
-
 def gan_step(generator, discriminator, optimizers, step: int, rank: int, world: int, finish, frozen: bool) -> None:
     """The discriminator's step, then the generator's, whose loss flows backward through the discriminator."""
     random = torch.Generator().manual_seed(step)
@@ -293,8 +272,8 @@ def gan_step(generator, discriminator, optimizers, step: int, rank: int, world: 
     optimizers[0].step()
 
 
-def gan_case(group, frozen: bool) -> None:
-    for keep in (False, True):
+def gan_case(group) -> None:
+    for keep, frozen in product((False, True), repeat=2):
         models = []
         for seed in (0, group.rank()):
             torch.manual_seed(seed)
@@ -312,9 +291,8 @@ def gan_case(group, frozen: bool) -> None:
                 torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["wanted", "frozen"])
-def test_a_gan_whose_loss_flows_through_another_wrapper_equals_one_process(frozen):
-    ranks.run(gan_case, 2, frozen=frozen)
+def test_a_gan_whose_loss_flows_through_another_wrapper_equals_one_process():
+    ranks.run(gan_case, 2)
 
 
 class Skipping(nn.Module):
@@ -350,39 +328,11 @@ def test_a_rank_may_leave_out_a_layer_whose_weight_is_kept():
     ranks.run(skipping_case, 2)
 
 
-class Nested(nn.Module):
-    """A module that calls its own wrapper in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.wrapper = nn.Linear(2, 2), []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wrapper[0](self.layer(x))
-
-
-@pytest.mark.parametrize("name", ["compute_dtype", "reduce_dtype"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, "float16"], ids=str)
-def test_a_dtype_that_cannot_hold_gradients_is_refused(name, dtype):
-    with pytest.raises(UserError, match=f"^{name} {dtype} is not a floating-point dtype, such as torch.bfloat16$"):
-        FSDP(nn.Linear(2, 2), **{name: dtype})
-
-
-def nested_case(group) -> None:
-    model = FSDP(Nested())
-    model.module.wrapper.append(model)
-    with pytest.raises(UserError, match="FSDP is inside `forward`: it cannot begin another pass"):
-        model(torch.ones(1, 2))
-    assert not model.in_forward
-    model.module.wrapper[0] = nn.Identity()
-    model(torch.ones(1, 2)).sum().backward()
-    assert not model.guard.synchronised
-    model.finish_gradient_synchronization()
-    assert model.guard.synchronised
-
-
-def test_a_forward_inside_a_forward_is_refused():
-    ranks.run(nested_case, 2)
+def test_a_dtype_that_cannot_hold_gradients_is_refused():
+    for dtype in (torch.int8, torch.bool, torch.complex64, "float16"):
+        for name in ("compute_dtype", "reduce_dtype"):
+            with pytest.raises(UserError, match=f"^{name} {dtype} is not a floating-point dtype, such as"):
+                FSDP(nn.Linear(2, 2), **{name: dtype})
 
 
 def compiled_case(group) -> None:

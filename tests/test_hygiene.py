@@ -132,14 +132,6 @@ def known(child: subprocess.Popen) -> bool:
     return command == b"sleep\x0060\x00" and environment != b""
 
 
-def test_a_child_is_known_when_it_is_looked_for_and_ends_with_its_test():
-    for _ in range(100):  # a third of them would not be known at once
-        with suppress(KeyError), sleeping() as child:
-            assert known(child)
-            raise KeyError
-        assert child.poll() is not None
-
-
 def test_a_leak_is_seen():
     before = held()
     stop = threading.Event()

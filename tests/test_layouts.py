@@ -1,10 +1,9 @@
 """Every layout gives one process's results: losses, every parameter's gradient, its norm, and the parameters after
-two steps of AdamW, in float64, for every factorisation of 2, 4 and 8 ranks with all options in pairs."""
+two steps of AdamW, in float64, for all options in pairs on 2, 4 and 8 ranks."""
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.support import ranks
 from tests.support.layout_cases import (
     TIED,
     assemble,
-    batched,
     dicts,
     errors,
     layout_case,
@@ -26,23 +24,24 @@ from tests.support.layout_cases import (
     traffic_case,
     write_text,
 )
-from tests.support.layout_table import STEPS, WRITTEN, Layout, existing, pairs_of, table
+from tests.support.layout_table import MODELS, STEPS, TABLE, Layout
 
-AT_ONCE = 6  # layouts that the same ranks run one after another
-TOGETHER = [
-    layouts
-    for world in (2, 4, 8)
-    for layouts in batched([layout for layout in table() if layout.ranks == world], AT_ONCE)
-]
+AXES = ("tp", "pp", "dp")
+CHOICES = {
+    **dict.fromkeys(AXES, (False, True)),
+    "model": tuple(MODELS),
+    "dropout": (0.0, 0.1),
+    "recompute": ("none", "segments", "attention", "nested"),
+    "accumulate": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+}
 
 
 @pytest.fixture(scope="module")
-def proof(tmp_path_factory, request):
-    proof = Proof(tmp_path_factory.mktemp("layouts"))
-    yield proof
-    if proof.worst:
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            proof.report()
+def proof(tmp_path_factory):
+    return Proof(tmp_path_factory.mktemp("layouts"))
 
 
 class Proof:
@@ -51,7 +50,6 @@ class Proof:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.references: dict[str, dict] = {}
-        self.worst: dict[Layout, tuple[float, float]] = {}
         write_text(folder)
 
     def reference(self, layout: Layout, others: Sequence[Layout] = ()) -> dict:
@@ -72,22 +70,13 @@ class Proof:
             self.run([layout], **changes)
         return [load(self.folder / f"{name}.{rank}") for rank in range(layout.ranks)]
 
-    def check(self, layout: Layout) -> None:
+    def check_all(self, layouts: Sequence[Layout]) -> None:
         """Raises AssertionError where ranks or names differ, or an error is larger than rounding may make it."""
-        reference = self.reference(layout)
-        name, worst = max(compare(self.records(layout), reference), key=lambda each: each[1])
-        allowed = reference["amplification"] * rounding(layout.layers)
-        assert worst <= allowed, (str(layout), name)
-        self.worst[layout] = worst, allowed
-
-    def report(self) -> None:
-        worst, allowed = max(self.worst.values(), key=lambda each: each[0] / each[1])
-        bounds = [each for _, each in self.worst.values()]
-        print(
-            f"\n{len(self.worst)} of {len(table())} layouts equal one process in float64 here ({STEPS} steps): largest "
-            f"relative error {max(error for error, _ in self.worst.values()):.1e}, bound {min(bounds):.1e} to "
-            f"{max(bounds):.1e}; the closest is {worst:.1e} of {allowed:.1e}"
-        )
+        self.run(layouts)
+        for layout in layouts:
+            reference = self.reference(layout, layouts)
+            name, worst = max(compare(self.records(layout), reference), key=lambda each: each[1])
+            assert worst <= reference["amplification"] * rounding(layout.layers), (str(layout), name)
 
 
 def compare(records: list[dict], reference: dict) -> Iterator[tuple[str, float]]:
@@ -102,35 +91,32 @@ def compare(records: list[dict], reference: dict) -> Iterator[tuple[str, float]]
     yield from errors(assemble(records, lambda record: record["parameters"], shapes), reference["parameters"]).items()
 
 
-@cache
-def everything() -> frozenset[tuple]:
-    return frozenset().union(*map(pairs_of, existing()))
+def pairs(options: Sequence) -> set[tuple]:
+    return set(itertools.combinations(zip(CHOICES, options, strict=True), 2))
 
 
-def test_the_table_has_every_factorisation_and_every_pair_of_options():
-    factors = {(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8)}
-    factors = {each for each in factors if math.prod(each) in (2, 4, 8)}
-    assert len(factors) == 3 + 6 + 10
-    assert {(each.tp, each.pp, each.dp) for each in table()} == factors
-    assert everything() == frozenset().union(*map(pairs_of, table()))
-    assert len(set(table())) == len(table()) >= 40
+def test_the_table_has_every_pair_of_options():
+    """That can be combined; and each with each axis."""
+    missing = set()
+    for options in itertools.product(*CHOICES.values()):
+        tp, pp, dp, *_, accumulate, schedule, zero, sequence = options
+        scheduled = schedule == "1f1b" or (pp and (schedule == "gpipe" or (accumulate and zero < 3)))
+        if (tp or pp or dp) and scheduled and (tp or not sequence):
+            missing |= pairs(options)
+    for layout in TABLE:
+        missing -= pairs([getattr(layout, name) > 1 if name in AXES else getattr(layout, name) for name in CHOICES])
+    assert not missing
+    assert {(each.tp, each.pp, each.dp) for each in TABLE} > set(itertools.permutations((1, 1, 8)))
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each[0].ranks == 8)) for each in TOGETHER],
-    ids=lambda layouts: f"{len(layouts)} from {layouts[0]}",
-)
-def test_layouts_learn_what_one_process_learns(proof, layouts):
-    proof.run(layouts)
-    for layout in layouts:
-        proof.reference(layout, layouts)
-        proof.check(layout)
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_layouts_learn_what_one_process_learns(proof, world):
+    proof.check_all([layout for layout in TABLE if layout.ranks == world])
 
 
 def test_the_reference_can_tell(proof):
     """Weights that differ by 1e-6 show: the bound is not so wide that everything passes."""
-    layout = table()[0]
+    layout = TABLE[0]
     reference = proof.reference(layout)
     allowed = reference["amplification"] * rounding(layout.layers)
     assert allowed < 1e-9
@@ -150,11 +136,6 @@ SAME = {
     "interleaved": (
         Layout(pp=2, model="llama", accumulate=True, schedule="interleaved"),
         ALONE,
-        {"micro_batch_size": 4},
-    ),
-    "pipeline of split matrices": (
-        Layout(tp=2, pp=2, model="llama", accumulate=True, sequence_parallel=True),
-        Layout(tp=2, model="llama", accumulate=True, sequence_parallel=True),
         {"micro_batch_size": 4},
     ),
     "two ranks, all-reduce": (Layout(dp=2), Layout(accumulate=True), {"micro_batch_size": 8}),
@@ -188,54 +169,10 @@ def require_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def test_sequence_parallelism_moves_sums_and_changes_none_of_the_matrices_terms(proof):
-    """Its reduce-scatter adds the two terms of the all-reduce: losses and gradients of split matrices are the same."""
-    one, other = (proof.records(Layout(tp=2, model="llama", sequence_parallel=each)) for each in (True, False))
-    assert torch.equal(one[0]["steps"][0]["losses"], other[0]["steps"][0]["losses"])
-    for mine, theirs in zip(one, other, strict=True):
-        for name, (gradient, *_) in mine["steps"][0]["gradients"].items():
-            if gradient.dim() > 1:
-                assert torch.equal(gradient, theirs["steps"][0]["gradients"][name][0]), name
-
-
-# One step of the small decoder, counted by hand. d_model 16, d_ff 64, 2 blocks, 16 rows of 8 tokens, 261 words, padded
-# to 264 where they are split. A block has 3104 parameters in 8 tensors (with tp 2: 1568), the positions 128, the tokens
-# 4176 (2112), the last norm 16. Elements are those of the whole tensor, on every rank that takes part.
-def tensor(rank: int) -> dict:
-    # Stream: 16 x 8 x 16. Forward and backward, two branches of two blocks; the embedding forward, the head backward.
-    return {("all-reduce", 2048, 2): 2 * 2 * 2 + 2, ("all-reduce", 128, 2): 1, ("all-reduce", 256, 2): 1, **norm(2)}
-
-
-def norm(ranks: int) -> dict:
-    return {("all-gather", ranks, ranks): 1}  # of the gradient, a number of each rank
-
-
-def sequence(rank: int) -> dict:
-    return {
-        # Forward, again in backward, and the gradient of what was scattered; the embedding's gradient, and the head.
-        ("all-gather", 2048, 2): 2 * 2 * 3 + 2,
-        ("reduce-scatter", 2048, 2): 2 * 2 * 2 + 1,
-        ("all-reduce", 2048, 2): 1,  # the embedding
-        ("all-reduce", 128, 2): 1,  # largest logits
-        ("all-reduce", 256, 2): 1,  # sums of exponentials, targets' logits
-        ("all-reduce", 80, 2): 1,  # five norms, of this rank's tokens only
-        **norm(2),
-    }
-
-
-def pipeline(rank: int) -> dict:
-    first = rank < 2
-    return {
-        ("send", 256, 2): 4,  # two rows in each of four microbatches
-        ("receive", 256, 2): 4,
-        ("all-reduce", 3104 + 128 if first else 3104 + 16, 2): 1,
-        ("all-reduce", 4176, 2): 2,  # the tokens over dp, then over the ends
-        ("all-reduce", 12, 2): 1,  # ten tensors' votes, the hash of what is equal, and whether all are finite
-        **norm(4),
-    }
-
-
-def everything_at_once(rank: int) -> dict:
+# One step of the small decoder on all axes, counted by hand. d_model 16, d_ff 64, 2 blocks, 16 rows of 8 tokens, 261
+# words, padded to 264 and split. A block has 1568 of 3104 parameters on a rank, the positions 128, the tokens 2112, the
+# last norm 16. Elements are those of the whole tensor, on every rank that takes part.
+def by_hand(rank: int) -> dict:
     stage, second = rank // 4, rank // 2 % 2  # dp's second rank
     bucket = 1568 + (16 if stage else 128)
     counted = {
@@ -249,7 +186,7 @@ def everything_at_once(rank: int) -> dict:
         ("all-gather", 2112, 2): 1,
         ("all-reduce", 12, 2): 1,
         ("all-reduce", 1056, 2): 1,  # this rank's half of the tokens' gradient, over the ends
-        **norm(8),
+        ("all-gather", 8, 8): 1,  # of the gradient's norm, a number of each rank
     }
     # Buckets are filled from the last parameter on: the last norm lies in the first half, a block's in the second.
     if stage:
@@ -260,19 +197,7 @@ def everything_at_once(rank: int) -> dict:
     return counted
 
 
-COUNTED = {
-    "tensor": (Layout(tp=2), tensor),
-    "sequence": (Layout(tp=2, sequence_parallel=True), sequence),
-    "pipeline": (Layout(pp=2, dp=2, accumulate=True), pipeline),
-    "everything": (WRITTEN[-1], everything_at_once),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_a_step_sends_what_was_counted_by_hand(proof, name):
-    layout, by_hand = COUNTED[name]
-    layout = replace(layout, schedule="1f1b")
-    for rank, found in enumerate(
-        ranks.run(traffic_case, layout.ranks, folder=str(proof.folder), layout=asdict(layout))
-    ):
+def test_a_step_sends_what_was_counted_by_hand(proof):
+    layout = asdict(replace(TABLE[-1], schedule="1f1b"))
+    for rank, found in enumerate(ranks.run(traffic_case, 8, folder=str(proof.folder), layout=layout)):
         assert {tuple(kind): often for *kind, often in found} == by_hand(rank), rank

@@ -98,28 +98,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(folder, layout):
     assert [round(step["rate"] * 800) for step in found] == [1, 2, 2, 2, 2, 3, 4]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_without_a_loss_scale_an_infinity_reaches_every_rank(folder, precision):
-    found = run(folder, Layout(tp=2, pp=2, accumulate=True), 1, (0,), precision=precision)
+def test_without_a_loss_scale_an_infinity_reaches_every_rank(folder):
+    found = run(folder, Layout(tp=2, pp=2, accumulate=True), 1, (0,), precision="bf16")
     assert not found[0]["finite"]
     assert not found[0]["skipped"]
-
-
-def test_the_loss_scale_is_found_alike_by_every_layout(folder):
-    steps, changes = 6, {"precision": "fp16", "initial_loss_scale": 2.0**21}
-    alone = run(folder, Layout(), steps, **changes)
-    falls = [step["skipped"] for step in alone].index(False)
-    assert falls > 2
-    assert [step["scale"] for step in alone[:falls]] == [2.0 ** (21 - number) for number in range(falls)]
-    for layout in (LAYOUTS[2], LAYOUTS[5]):
-        found = run(folder, layout, steps, **changes)
-        # Gloo adds the gradients of dp ranks before it divides by dp: in half precision the sum may be too large at a
-        # scale at which the mean is not.
-        longer = [step["skipped"] for step in found].index(False) - falls
-        assert 0 <= longer <= math.log2(layout.dp), layout
-        if not longer:
-            decided = [[(s["skipped"], s["scale"], s["rate"]) for s in each[: falls + 1]] for each in (found, alone)]
-            assert decided[0] == decided[1], layout
 
 
 def test_gradients_are_divided_by_the_scale_that_they_have(folder):
@@ -131,14 +113,6 @@ def test_gradients_are_divided_by_the_scale_that_they_have(folder):
         assert (step["scale"], step["moved"]) == (512.0 if window == 1 else 256.0, True)
         found.append(weights(folder, layout))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_an_overflow_at_a_constant_scale_skips_the_step(folder):
-    found = run(folder, LAYOUTS[0], 2, (0,), precision="fp16", loss_scale=128.0)
-    assert [(step["skipped"], step["moved"], step["scale"]) for step in found] == [
-        (True, False, 128.0),
-        (False, True, 128.0),
-    ]
 
 
 def gave_up_case(group, folder: str, layout: dict, changes: dict) -> None:

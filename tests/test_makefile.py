@@ -47,23 +47,16 @@ def test_clean_leaves_an_environment_that_is_named(tmp_path, make):
     assert (tmp_path / "elsewhere").is_dir()
 
 
-def test_the_demo_writes_where_clean_removes(make):
-    commands = make("--dry-run", "demo").splitlines()
-    written = [line.split()[-1] for line in commands if " -m cs336_systems.train " in line or " -m benchmarks." in line]
-    assert written == ["runs/demo/train.jsonl", "runs/demo"]
-
-
-def test_what_runs_is_installed_apart_from_what_develops(make):
+def test_what_the_demo_writes_is_removed_and_what_develops_is_installed_apart(make):
     demo, test, writeup = (make("--dry-run", target) for target in ("demo", "test", "writeup"))
+    commands = [line.split() for line in demo.splitlines()]
+    assert [words[-1] for words in commands if words[1:2] == ["-m"]][-2:] == ["runs/demo/train.jsonl", "runs/demo"]
     assert "--editable . " in demo
     assert "dev" not in "".join(line for line in demo.splitlines() if "pip install" in line)
     assert "--editable '.[dev,writeup]'" in test  # so that the same tests run before and after `make writeup`
     assert "--editable '.[writeup]'" in writeup
     assert "--editable '.[dev" not in writeup
     assert " -m writeup --out build/writeup" in writeup
-
-
-def test_torch_may_come_from_another_index(make):
     lines = make("--dry-run", "demo", "TORCH_INDEX=file:///nowhere").splitlines()
     first, second = (line for line in lines if "pip install" in line)
     assert "--index-url file:///nowhere torch" in first

@@ -75,22 +75,16 @@ def test_commands_are_found_in_order_and_once():
     assert page.files == {f"block_of_line_{start}.py": "import this\n", "yours.py": "import that\n"}
 
 
-def test_commands_that_share_a_folder_wait_for_each_other():
-    first, second, third, fourth = (Command(text, 1) for text in ("a runs/x", "b --in runs/x", "c runs/xy", "d"))
-    assert in_order([first, second, third, fourth]) == [(first, []), (third, []), (fourth, []), (second, [first])]
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
+def test_a_block_that_might_hide_a_command_is_refused_and_one_folder_is_used_in_turn():
+    for block, message in (
         ("x\n```\nmake demo\n```", "line 2: a block of no language"),
         ("```console\nmake demo\n```", "line 1: a block of console"),
         ("```sh\nmake demo\n", "line 1: this block does not end"),
-    ],
-)
-def test_a_block_that_might_hide_a_command_is_refused(block, message):
-    with pytest.raises(UserError, match=message):
-        read_page(block)
+    ):
+        with pytest.raises(UserError, match=message):
+            read_page(block)
+    first, second, third, fourth = (Command(text, 1) for text in ("a runs/x", "b --in runs/x", "c runs/xy", "d"))
+    assert in_order([first, second, third, fourth]) == [(first, []), (third, []), (fourth, []), (second, [first])]
 
 
 def test_every_command_of_the_readme_could_run():
@@ -106,7 +100,7 @@ def test_every_command_of_the_readme_could_run():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_the_pages_could_run(page):
+def test_every_command_of_the_pages_could_run_and_every_link_leads_somewhere(page):
     # A span may be broken over two lines of prose.
     starts = r"(?:python -m |torchrun --|torchrun benchmarks|make [a-z]|sbatch )"
     text = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
@@ -115,6 +109,12 @@ def test_every_command_of_the_pages_could_run(page):
     for command in dict.fromkeys(spans + lines):
         if not command.endswith(("yours.py", "again.py", "--standalone")):
             assert (wrong := problem_of(command)) is None, f"{command}: {wrong}"
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
 
 
 @cache
@@ -122,16 +122,6 @@ def anchors(page: Path) -> set[str]:
     """The names that headings have as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" not in link:
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), link
-            assert not anchor or anchor in anchors(target), link
 
 
 SMALL_TRANSFERS = ("used parameters", "expert counts", "gradient norm", "norms")
@@ -186,9 +176,8 @@ def factors() -> dict[str, float]:
 def test_the_table_of_strategies_has_the_factors_that_are_counted():
     rows = re.findall(r"^\| (.+?) \| .+? \| (\d+) (?:P|A|k A)\b.* \| `(.+?)` \| `(.+?)` \|$", README, re.MULTILINE)
     assert {name: float(factor) for name, factor, _, _ in rows} == pytest.approx(factors(), rel=1e-12)
-    for name, _, file, test in rows:
-        assert (ROOT / file).is_file(), name
-        assert (ROOT / test).is_file(), name
+    for name, _, *files in rows:
+        assert all((ROOT / file).is_file() for file in files), name
 
 
 def test_the_trouble_that_is_quoted_is_what_the_code_says():
@@ -209,13 +198,9 @@ def test_the_trouble_that_is_quoted_is_what_the_code_says():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was left running")
-@pytest.mark.parametrize(
-    ("text", "code"), [("true", 0), ("echo said; false", 1), ("sleep 60", HUNG), ("sleep 60 & true", "left 1 running")]
-)
-def test_what_becomes_of_a_command_is_said_and_nothing_runs_on(tmp_path, text, code):
+def test_what_becomes_of_a_command_is_said_and_nothing_runs_on(tmp_path):
     (tmp_path / "project").mkdir()
-    limit = 0.3 if code == HUNG else 60
-    outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin"}, limit)
-    assert outcome.code == code
-    assert outcome.output == ("said\n" if "said" in text else "")
-    assert not processes(str(tmp_path))
+    for text, code in (("true", 0), ("echo said; false", 1), ("sleep 60", HUNG), ("sleep 60 & true", "left 1 running")):
+        outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin"}, 0.3 if code == HUNG else 60)
+        assert (outcome.code, outcome.output) == (code, "said\n" if "said" in text else "")
+        assert not processes(str(tmp_path))

@@ -15,8 +15,9 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
+from tests.support import layout_table
 from tests.support.layout_cases import WIGGLE, Watched, amplification, learn, shake, wide
-from tests.support.layout_table import COMMON, MODELS, STEPS
+from tests.support.layout_table import STEPS
 from tests.support.tolerances import bound
 
 GROUP, BATCH = 2, 8  # rows that are routed together on a rank, the same groups in every layout; rows of a step
@@ -37,22 +38,13 @@ MIXTURES = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A place of the model on the ranks, and how its experts route."""
+class Layout(layout_table.Layout):
+    """A place of the model on the ranks, and how its experts route. With cp a rank's tokens are balanced by themselves:
+    equal to one process if all ranks balance together."""
 
     mixture: str = "dropless"
-    tp: int = 1
-    pp: int = 1
     ep: int = 1
-    dp: int = 1
-    model: str = "gpt"
-    zero: int = 0
-    schedule: str = "1f1b"
-    recompute: str = "none"
-    sequence_parallel: bool = False
     moe: str = "sort"
-    dropout: float = 0.0
-    cp: int = 1  # a rank's tokens are balanced by themselves: equal to one process if all ranks balance together
 
     def __str__(self) -> str:
         parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "ep", "dp", "cp") if getattr(self, axis) > 1]
@@ -62,19 +54,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.ep * self.dp * self.cp
+        return super().ranks * self.ep
 
     @property
     def data(self) -> int:
         return self.ep * self.dp
-
-    @property
-    def chunks(self) -> int:
-        return 2 if self.schedule in ("interleaved", "zbv") else 1
-
-    @property
-    def layers(self) -> int:
-        return 2 * self.chunks
 
     @property
     def reference(self) -> str:
@@ -84,14 +68,9 @@ class Layout:
         return f"{self.mixture}-{self.model}-{self.layers}-{self.dropout}-{data}"
 
     def recipe(self, folder: str, **changes: object) -> Recipe:
-        places = {name: getattr(self, name) for name in ("tp", "pp", "ep", "dp", "cp", "zero", "schedule", "recompute")}
-        settings = {**COMMON, **MODELS[self.model], "num_experts": 4, "expert_every": 1, "aux_weight": 0.5}
-        settings |= MIXTURES[self.mixture]
-        settings |= {**places, "sequence_parallel": self.sequence_parallel, "moe": self.moe, "dropout": self.dropout}
-        settings |= {"data": (f"{folder}/text",), "num_layers": self.layers, "micro_batch_size": GROUP}
-        settings |= {"batch_size": BATCH, "eval_iters": EVALUATED}
-        settings |= {"chunks": self.chunks}
-        return Recipe.of(**settings | changes)
+        settings = {"num_experts": 4, "expert_every": 1, "aux_weight": 0.5, "ep": self.ep, "moe": self.moe}
+        settings |= {"micro_batch_size": GROUP, "batch_size": BATCH, "eval_iters": EVALUATED, **MIXTURES[self.mixture]}
+        return super().recipe(folder, **settings | changes)
 
 
 class Gated:
@@ -178,7 +157,7 @@ def reference_case(group, folder: str, layouts: list[dict]) -> None:
     wide()
     myself = subgroup([group.rank()])
     for layout in [Layout(**each) for each in layouts][group.rank() :: group.size()]:
-        alone = Layout(layout.mixture, model=layout.model, schedule=layout.schedule, dropout=layout.dropout)
+        alone = Layout(mixture=layout.mixture, model=layout.model, schedule=layout.schedule, dropout=layout.dropout)
         alone = replace(alone, pp=layout.chunks)  # for its number of layers
         recipe = alone.recipe(folder)
         feed = make_batches(recipe, BATCH, myself)

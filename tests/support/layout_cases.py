@@ -4,7 +4,7 @@ gradients put together from each rank's part."""
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -248,10 +248,6 @@ def alike(tensors: list[Tensor], what: str) -> Tensor:
 
 def dicts(layouts: Iterable[Layout]) -> list[dict]:
     return [asdict(layout) for layout in layouts]
-
-
-def batched(layouts: list[Layout], size: int) -> Iterator[list[Layout]]:
-    yield from (layouts[i : i + size] for i in range(0, len(layouts), size))
 
 
 def rounding(layers: int) -> float:

@@ -14,16 +14,11 @@ Thread = tuple[Any, Any]  # (pid, tid)
 
 @dataclass
 class Checked:
-    """The contents of a trace, and its problems, a line each. An arrow is one end of a flow."""
+    """The contents of a trace, and its problems, a line each."""
 
     slices: int = 0
-    arrows: int = 0
     ranks: int = 0
     problems: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        """In one line."""
-        return f"{self.slices} slices, {self.arrows} arrows, {self.ranks} rank{'s' * (self.ranks != 1)}"
 
 
 def validate(chrome: dict[str, Any]) -> Checked:
@@ -45,7 +40,6 @@ def validate(chrome: dict[str, Any]) -> Checked:
     outermost = {thread: _outermost(slices) for thread, slices in threads.items()}
     for key, events in flows.items():
         checked.problems += _flow_problems(key, events, outermost)
-        checked.arrows += sum(event["ph"] != "s" for event in events)
     _check_names(chrome, set(threads), checked)
     return checked
 

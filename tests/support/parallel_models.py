@@ -93,10 +93,9 @@ def gradients(model: nn.Module, plan: TensorParallel) -> dict[str, Tensor]:
     return mine
 
 
-def compare_gradients(got: dict[str, Tensor], plan: TensorParallel, dense: nn.Module, tolerance: float) -> float:
-    """This rank's part of every gradient against that of one process; the largest error, relative to the whole."""
+def compare_gradients(got: dict[str, Tensor], plan: TensorParallel, dense: nn.Module, tolerance: float) -> None:
+    """This rank's part of every gradient against that of one process."""
     wanted = {name: parameter.grad for name, parameter in dense.named_parameters()}
-    largest = 0.0
     for name, gradient in got.items():
         want = plan.part(name, wanted[name])
         assert gradient.shape == want.shape, name
@@ -104,8 +103,6 @@ def compare_gradients(got: dict[str, Tensor], plan: TensorParallel, dense: nn.Mo
         scale = wanted[name.replace("key.bias", "key.weight")].norm()
         error = ((gradient - want).norm() / scale).item()
         assert error <= tolerance, (name, error, tolerance)
-        largest = max(largest, error)
-    return largest
 
 
 def whole_of(plan: TensorParallel, name: str, part: Tensor) -> Tensor:
@@ -119,11 +116,6 @@ def whole_of(plan: TensorParallel, name: str, part: Tensor) -> Tensor:
 def part_of_experts(plan: ExpertParallel, name: str, whole: Tensor) -> Tensor:
     """This rank's experts' part of a tensor (experts ...) of the whole model; other tensors unchanged."""
     return whole.narrow(0, plan.first, plan.local) if name in plan.names else whole
-
-
-def whole_of_experts(plan: ExpertParallel, group: Group, name: str, part: Tensor) -> Tensor:
-    """The tensor of the whole model from its parts (local ...). Every rank must call this."""
-    return pairs.gather(part.detach(), 0, group, name) if name in plan.names else part
 
 
 def only_rank(rank: int, size: int) -> Group:

@@ -147,22 +147,3 @@ def vocabulary_case(group) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_vocabulary_in_parts(world_size):
     ranks.run(vocabulary_case, world_size)
-
-
-def test_the_parts_of_a_tensor():
-    class One:
-        def __init__(self, rank: int) -> None:
-            self.me = rank
-
-        def rank(self) -> int:
-            return self.me
-
-        def size(self) -> int:
-            return 4
-
-    whole = torch.arange(1.0, 11.0).view(2, 5)
-    got = [my_part(whole, 1, 8, One(rank)) for rank in range(4)]
-    assert torch.equal(torch.cat(got, 1), F.pad(whole, (0, 3)))
-    assert all(part.shape == (2, 2) and part.is_contiguous() for part in got)
-    got[0].zero_()
-    assert whole[0, 0] == 1, "a part is a copy"
