@@ -4,13 +4,27 @@ have published, rebuilt small. Each mistake has the cause that `check` must name
 from types import ModuleType
 from typing import Any, NamedTuple
 
-DDP = """
+HEAD = """
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from contextlib import contextmanager
 from torch import nn
 
 
+def summed(x):
+    x = x.contiguous().clone()
+    dist.all_reduce(x)
+    return x
+
+
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+"""
+DDP = f"""{HEAD}
 class StudentDDP(nn.Module):
     def __init__(self, module, size=4):
         super().__init__()
@@ -44,13 +58,20 @@ class StudentDDP(nn.Module):
                 p.grad.copy_(piece.view_as(p))
         self.works = []
 """
+OUTER = f"""{HEAD}
+class Outer(torch.optim.Optimizer):
+    def pass_on(self):
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
 
-OPTIMIZER = """
-import torch
-import torch.distributed as dist
+    def state_dict(self):
+        return self.inner.state_dict()
 
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
 
-class StudentSharded(torch.optim.Optimizer):
+"""
+OPTIMIZER = f"""{OUTER}
+class StudentSharded(Outer):
     def __init__(self, params, optimizer_cls, **options):
         params = list(params)
         super().__init__(params, options)
@@ -59,24 +80,12 @@ class StudentSharded(torch.optim.Optimizer):
         self.inner = optimizer_cls([p for p, owner in self.owners if owner == rank], **options)
 
     def step(self, closure=None):
-        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.pass_on()
         self.inner.step()
         for p, owner in self.owners:
             dist.broadcast(p.detach(), owner)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
 """
-
-STEP = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-
-
+STEP = f"""{HEAD}
 def train_step(model, optimizer, inputs, targets):
     size = torch.tensor(float(targets.numel()))
     dist.all_reduce(size)
@@ -89,57 +98,28 @@ def train_step(model, optimizer, inputs, targets):
     optimizer.step()
     optimizer.zero_grad()
 """
-
-TENSOR = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-
-class Copy(torch.autograd.Function):
+TENSOR = f"""{HEAD}
+class Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient)
-        return gradient
+        return ctx.back(gradient), None, None
 
 
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+def own(x):
+    return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+def copy(x):
+    return Pair.apply(x, torch.clone, summed)
 
 
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Gather.apply(gradient)
+def add(x):
+    return Pair.apply(x, summed, torch.clone)
 
 
 class Between(nn.Module):
@@ -156,27 +136,21 @@ def tensor_parallel(module):
     rank, world = dist.get_rank(), dist.get_world_size()
     module.last.weight = nn.Parameter(module.last.weight.detach().chunk(world, 0)[rank].clone())
     module.head.weight = nn.Parameter(module.head.weight.detach().chunk(world, 1)[rank].clone())
-    module.last = Between(Copy.apply, module.last, lambda x: x)
-    module.head = Between(lambda x: x, module.head, Sum.apply)
+    module.last = Between(copy, module.last, lambda x: x)
+    module.head = Between(lambda x: x, module.head, add)
     return module
 """
-
-FSDP = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-
+FSDP = f"""{HEAD}
 class StudentFSDP(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module, self.rank, self.world = module, dist.get_rank(), dist.get_world_size()
         self.whole = dict(module.named_parameters())
-        self.shapes = {name: p.shape for name, p in self.whole.items()}
+        self.shapes = {{name: p.shape for name, p in self.whole.items()}}
         for p in self.whole.values():
             dist.broadcast(p.detach(), 0)
-        self.shards = {name: nn.Parameter(self.part(p.detach()), p.requires_grad) if p.dim() > 1 else p
-                       for name, p in self.whole.items()}
+        self.shards = {{name: nn.Parameter(self.part(p.detach()), p.requires_grad) if p.dim() > 1 else p
+                       for name, p in self.whole.items()}}
         self.free()
 
     def part(self, x):
@@ -189,13 +163,11 @@ class StudentFSDP(nn.Module):
                 p.grad, p.data = None, torch.empty(0, dtype=p.dtype)
 
     def gather_full_params(self):
-        found = {}
+        found = {{}}
         for name, p in self.shards.items():
             found[name] = p.detach()
             if p is not self.whole[name]:
-                parts = [torch.empty_like(p) for _ in range(self.world)]
-                dist.all_gather(parts, p.detach())
-                found[name] = torch.cat(parts)[: self.shapes[name].numel()].view(self.shapes[name])
+                found[name] = gathered(p.detach())[: self.shapes[name].numel()].view(self.shapes[name])
         return found
 
     def gather(self):
@@ -218,24 +190,17 @@ class StudentFSDP(nn.Module):
                 self.shards[name].grad = gradient if p is self.shards[name] else self.part(gradient)
         self.free()
 """
-
-IN_PLACE = """
-import torch
-import torch.distributed as dist
-
-
+IN_PLACE = f"""{HEAD}
 def fsdp_in_place(module):
     world, rank = dist.get_world_size(), dist.get_rank()
-    shapes = {p: p.shape for p in module.parameters()}
+    shapes = {{p: p.shape for p in module.parameters()}}
 
     def part(x):
         return torch.nn.functional.pad(x.flatten(), (0, -x.numel() % world)).chunk(world)[rank].clone()
 
     def gather(*_):
         for p, shape in shapes.items():
-            parts = [torch.empty_like(p) for _ in range(world)]
-            dist.all_gather(parts, p.detach())
-            p.grad, p.data = None, torch.cat(parts)[: shape.numel()].view(shape)
+            p.grad, p.data = None, gathered(p.detach())[: shape.numel()].view(shape)
 
     def finish():
         for p in shapes:
@@ -250,13 +215,8 @@ def fsdp_in_place(module):
     module.synchronize = finish
     return module
 """
-
-FLAT = """
-import torch
-import torch.distributed as dist
-
-
-class StudentFlat(torch.optim.Optimizer):
+FLAT = f"""{OUTER}
+class StudentFlat(Outer):
     def __init__(self, params, optimizer_cls, **options):
         params = [p for p in params if p.requires_grad]
         self.params, self.rank, self.world = params, dist.get_rank(), dist.get_world_size()
@@ -270,23 +230,15 @@ class StudentFlat(torch.optim.Optimizer):
         return torch.nn.functional.pad(flat, (0, -len(flat) % self.world)).chunk(self.world)
 
     def step(self, closure=None):
-        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.pass_on()
         self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])
-        self.own.grad = self.parts(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)[self.rank].clone()
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
+        self.own.grad = self.parts(gradients)[self.rank].clone()
         self.inner.step()
-        parts = [torch.empty_like(self.own) for _ in range(self.world)]
-        dist.all_gather(parts, self.own.detach())
-        whole = torch.cat(parts)[: sum(self.sizes)]
+        whole = gathered(self.own.detach())[: sum(self.sizes)]
         for p, piece in zip(self.params, whole.split(self.sizes)):
             p.detach().copy_(piece.view_as(p))
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
 """
-
 SEQUENCE = f"""{TENSOR}
 
 def sequence_parallel(module):
@@ -295,7 +247,7 @@ def sequence_parallel(module):
             dist.all_reduce(p.grad)
 
     tensor_parallel(module)
-    module.norm = Between(Scatter.apply, module.norm, Gather.apply)
+    module.norm = Between(lambda x: Pair.apply(x, own, gathered), module.norm, lambda x: Pair.apply(x, gathered, own))
     module.finish_gradient_synchronization = finish
     return module
 """
@@ -353,116 +305,91 @@ def make(source: str, old: str = "", new: str = "") -> Any:
     return vars(module)[next(name for name, text in STUDENTS.values() if text == source)]
 
 
-DIVIDE = "            flat /= dist.get_world_size()\n"
-REDUCE = "            dist.all_reduce(p.grad)\n"
-SUM_BACK = "        dist.all_reduce(x)\n        return x\n\n    @staticmethod\n    def backward(ctx, gradient):\n        return gradient\n"
-COPY_BACK = (
-    "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
-)
+# What is changed, and names for what is changed more than once.
+DIVIDE, REDUCE = "            flat /= dist.get_world_size()\n", "            dist.all_reduce(p.grad)\n"
+SEND = "            dist.broadcast(parameter.detach(), 0)"
+EACH, LAUNCH, MADE = "        for bucket in self.buckets:\n", "            self.launch(bucket)", "        trained ="
+RUNS, HAVING = "dist.all_reduce(flat, async_op=True)", "bucket = [p for p in bucket if p.grad is not None]"
+AVERAGE = "[(dist.all_reduce(p.data), p.data.div_(dist.get_world_size())) for p in {}.parameters()]"
+UPDATE, ITEMS, BEFORE = f"{REDUCE}    optimizer.step()\n", "().items():\n            self.whole", "    @contextmanager"
+SHARES = "        whole = gathered(self.own.detach())["
 MISTAKES = [
-    Planted("the mean is divided once more", DDP, DIVIDE, DIVIDE * 2, "gradients", "averaged twice"),
-    Planted("nothing is reduced", DDP, "            self.launch(bucket)", "            pass", "gradients",
+    Planted("nothing is reduced", DDP, LAUNCH, "            pass", "gradients", "never synchronised"),
+    Planted("rank 0's gradients are sent to all", DDP, RUNS, "dist.broadcast(flat, 0, async_op=True)", "gradients", "another rank's"),
+    Planted("nobody waits", DDP, "            work.wait()\n", "            __import__('time').sleep(0.02)\n", "waits for what it launches",
             "never synchronised"),
-    Planted("one bucket is forgotten", DDP, "        for bucket in self.buckets:\n", "        for bucket in self.buckets[1:]:\n",
-            "gradients", "never synchronised"),
-    Planted("rank 0's gradients are sent to all", DDP, "dist.all_reduce(flat, async_op=True)",
-            "dist.broadcast(flat, 0, async_op=True)", "gradients", "another rank's"),
-    Planted("nobody waits", DDP, "            work.wait()\n", "            __import__('time').sleep(0.02)\n", "waits for what it launches", "never synchronised"),
     Planted("a bucket is copied back a step later", DDP, DIVIDE, DIVIDE + "            if bucket[0] is self.buckets[1][0]:\n"
             "                flat, self.last = getattr(self, 'last', flat), flat\n", "gradients", "stale"),
     Planted("the mean is added to the rank's own", DDP, "p.grad.copy_(piece", "p.grad.add_(piece", "gradients", "added to"),
-    Planted("slices go back in another order", DDP, "in zip(bucket, flat",
-            "in zip(bucket[:2] + bucket[:1:-1] if len(bucket[0]) == 11 else bucket, flat",
-            "gradients", "another tensor's"),
-    Planted("a buffer in single precision", DDP, ".double()", ".float()", "gradients", "rounded"),
-    Planted("gradients are clipped before the reduction", DDP, "        for bucket in self.buckets:\n",
-            "        nn.utils.clip_grad_norm_(self.parameters(), 0.1)\n        for bucket in self.buckets:\n", "gradients", "scaled"),
+    Planted("gradients are clipped before the reduction", DDP, EACH, f"        nn.utils.clip_grad_norm_(self.parameters(), 0.1)\n{EACH}",
+            "gradients", "scaled"),
     Planted("the sum is divided by another number", DDP, DIVIDE, "            flat /= 8\n", "gradients", "factor"),
-    Planted("weights are not sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            pass",
-            "initial weights", "not sent"),
+    Planted("weights are not sent", DDP, SEND, "            pass", "initial weights", "not sent"),
     Planted("buffers are not sent", DDP, "            dist.broadcast(buffer, 0)", "            pass", "buffers", "not sent"),
-    Planted("a backward pass that mixes ranks", DDP, "        trained =",
-            "        module.deep[1].register_full_backward_hook(lambda m, x, y: (dist.all_reduce(x[0]), x)[1])\n        trained =",
+    Planted("a backward pass that mixes ranks", DDP, MADE,
+            f"        module.deep[1].register_full_backward_hook(lambda m, x, y: (dist.all_reduce(x[0]), x)[1])\n{MADE}",
             "gradients", "from here on"),
-    Planted("updates are not sent", OPTIMIZER, "            dist.broadcast(p.detach(), owner)", "            pass",
-            "weights after 3 steps", "unmoved"),
-    Planted("gradients of split weights are three times as large", TENSOR, SUM_BACK, SUM_BACK.replace("return g", "return 3 * g"),
-            "gradients", "factor"),
-    Planted("the largest of the ranks' gradients is taken", DDP, "dist.all_reduce(flat, async_op=True)",
-            "dist.all_reduce(flat, dist.ReduceOp.MAX, async_op=True)", "gradients", "not summed"),
-    Planted("weights are averaged after the update", STEP, REDUCE + "    optimizer.step()\n", "            p.grad *= dist.get_world_size()\n"
-            "    optimizer.step()\n    for p in model.parameters():\n        dist.all_reduce(p.data)\n        p.data /= dist.get_world_size()\n",
-            "AdamW instead of SGD", "averaged weights"),
+    Planted("the largest of the ranks' gradients is taken", DDP, RUNS, RUNS.replace(",", ", dist.ReduceOp.MAX,"), "gradients", "not summed"),
+    Planted("weights are averaged after the update", STEP, UPDATE, "            p.grad *= dist.get_world_size()\n"
+            f"    optimizer.step()\n    {AVERAGE.format('model')}\n", "AdamW instead of SGD", "averaged weights"),
     Planted("an optimizer averages weights in its step", REDUCING, "            model.finish_gradient_synchronization()\n            super().step(closure)\n",
-            "            super().step(closure)\n            for p in module.parameters():\n                dist.all_reduce(p.data)\n"
-            "                p.data /= dist.get_world_size()\n", "AdamW instead of SGD", "averaged weights"),
+            f"            super().step(closure)\n            {AVERAGE.format('module')}\n", "AdamW instead of SGD", "averaged weights"),
     Planted("a step does not zero the gradients", STEP, "    optimizer.zero_grad()\n", "", "gradients", "kept"),
     Planted("a copy of the weights is not loaded", FLAT, "        self.own.detach().copy_(self.parts(p.detach() for p in self.params)[self.rank])\n", "",
             "state saved and loaded", "own copy"),
-    Planted("rank 1's weights are sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            dist.broadcast(parameter.detach(), 1)",
-            "initial weights", "wrong source"),
-    Planted("weights are averaged before the next forward", DDP, "        for bucket in self.buckets:\n            self.launch(bucket)",
-            "        self.module.register_forward_pre_hook(lambda *_: [(dist.all_reduce(p.data), p.data.div_(dist.get_world_size()))"
-            " for p in self.module.parameters()] and None)", "gradients", "averaged weights"),
-    Planted("weights that were gathered before the update are used again", FSDP, "().items():\n            self.whole",
-            "().items():\n            value = self.__dict__.setdefault(name, value.clone())\n            self.whole", "training", "stale weights"),
+    Planted("rank 1's weights are sent", DDP, SEND, SEND.replace("0", "1"), "initial weights", "wrong source"),
+    Planted("weights are averaged before the next forward", DDP, EACH + LAUNCH,
+            f"        self.module.register_forward_pre_hook(lambda *_: {AVERAGE.format('self.module')} and None)", "gradients", "averaged weights"),
     Planted("a rank keeps the next rank's shard", FSDP, ".chunk(self.world)[self.rank]", ".chunk(self.world)[self.rank - 1]",
             "initial weights", "another rank's shard"),
-    Planted("a rank updates with the next rank's gradients", FLAT, "for p in self.params)[self.rank].clone()\n        self.inner.step",
-            "for p in self.params)[self.rank - 1].clone()\n        self.inner.step", "weights after 3 steps", "another rank's shard"),
+    Planted("a rank updates with the next rank's gradients", FLAT, "(gradients)[self.rank]", "(gradients)[self.rank - 1]",
+            "weights after 3 steps", "another rank's shard"),
     Planted("only weights that are trained are sent", DDP, "in module.parameters():", "in filter(lambda p: p.requires_grad, module.parameters()):",
             "frozen parameters", "not sent"),
     Planted("the ranks' gradients are rounded to float16 before the sum", DDP, ".double()", ".half().double()", "gradients", "rounded"),
     Planted("no_sync divides all the same", DDP, "        yield\n", "        yield\n        for p in self.parameters():\n"
             "            p.grad /= dist.get_world_size()\n", "accumulation in no_sync", "averaged twice"),
-    Planted("gradients of an unused layer are ones", DDP, "bucket = [p for p in bucket if p.grad is not None]",
+    Planted("gradients of an unused layer are ones", DDP, HAVING,
             "[setattr(p, 'grad', torch.ones_like(p)) for p in bucket if p.grad is None]", "unused on every rank", "unknown"),
     Planted("an optimizer zeroes the gradients of its own share alone", OPTIMIZER, "    def state_dict(",
             "    def zero_grad(self, set_to_none=True):\n        self.inner.zero_grad()\n\n    def state_dict(", "gradients", "kept"),
     Planted("the state is made anew in each step", OPTIMIZER, "        self.inner.step()", "        self.inner.state.clear()\n        self.inner.step()",
             "weights after 3 steps", "state lost"),
-    Planted("the state is not loaded", OPTIMIZER, "self.inner.load_state_dict(state)", "self.inner.state.clear()",
-            "state saved and loaded", "state lost"),
-    Planted("a new learning rate is not passed on", OPTIMIZER, '        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]\n', "",
-            "another learning rate later", "another step size"),
-    Planted("an optimizer that the target returns has another learning rate", OPTIMIZED, "lr=lr", "lr=2 * lr", "weights after 3 steps",
-            "another step size"),
-    Planted("each rank updates its share with its own gradient", STEP, REDUCE + "    optimizer.step()\n", "            pass\n    optimizer.step()\n"
+    Planted("the state is not loaded", OPTIMIZER, "self.inner.load_state_dict(state)", "self.inner.state.clear()", "state saved and loaded", "state lost"),
+    Planted("a new learning rate is not passed on", OPTIMIZER, "        self.pass_on()\n", "", "another learning rate later", "another step size"),
+    Planted("each rank updates its share with its own gradient", STEP, UPDATE, "            pass\n    optimizer.step()\n"
             "    for i, p in enumerate(model.parameters()):\n        dist.broadcast(p.data, i % dist.get_world_size())\n", "gradients", "never synchronised"),
-    Planted("some weights are not gathered again after the update", FSDP, "().items():\n            self.whole",
-            "().items():\n            value = self.__dict__.setdefault(name, value) if 'deep' in name else value\n            self.whole",
+    Planted("some weights are not gathered again after the update", FSDP, ITEMS,
+            ITEMS.replace("self", "value = self.__dict__.setdefault(name, value) if 'deep' in name else value\n            self"),
             "training", "stale weights"),
-    Planted("the output of a layer that is split by inputs is not summed", TENSOR, "        dist.all_reduce(x)\n", "", "training", "partial output"),
+    Planted("the output of a layer that is split by inputs is not summed", TENSOR, "summed, torch.clone)", "torch.clone, torch.clone)", "training",
+            "partial output"),
     Planted("a rank has the next rank's columns", TENSOR, "chunk(world, 1)[rank]", "chunk(world, 1)[rank - 1]", "initial weights", "another rank's shard"),
-    Planted("the update of a shard is added to the next one", FLAT, "        dist.all_gather(parts, self.own.detach())\n        whole = torch.cat(parts)[",
-            "        old = self.parts(p.detach() for p in self.params)\n        dist.all_gather(parts, self.own.detach() - old[self.rank])\n"
-            "        whole = (torch.cat(old) + torch.cat(parts[1:] + parts[:1]))[", "weights after 3 steps", "another rank's shard"),
-    Planted("shards are joined in another order", FLAT, "torch.cat(parts)[", "torch.cat(parts[1:] + parts[:1])[",
+    Planted("the update of a shard is added to the next one", FLAT, SHARES, "        old = self.parts(p.detach() for p in self.params)\n"
+            "        whole = (torch.cat(old) + gathered(self.own.detach() - old[self.rank]).roll(-len(self.own)))[",
             "weights after 3 steps", "another rank's shard"),
+    Planted("shards are joined in another order", FLAT, SHARES, SHARES.replace(")[", ").roll(-len(self.own))["), "weights after 3 steps", "another rank's shard"),
 ]  # fmt: skip
 PUBLISHED = [
-    Planted("the hook averages the parameter that it is given, not its gradient", DDP,
-            "        trained =", "        self.finish_gradient_synchronization = lambda: [(dist.all_reduce(p.data),"
-            " p.data.div_(dist.get_world_size())) for p in module.parameters()]\n        trained =", "gradients", "never synchronised", "huggingface/picotron#39"),
+    Planted("the hook averages the parameter that it is given, not its gradient", DDP, MADE,
+            f"        self.finish_gradient_synchronization = lambda: {AVERAGE.format('module')}\n{MADE}", "gradients", "never synchronised",
+            "huggingface/picotron#39"),
     Planted("the loss is averaged over global tokens, and gradients once more over ranks", STEP, REDUCE,
-            REDUCE + "            p.grad /= dist.get_world_size()\n", "training", "averaged twice", "pytorch/torchtitan#2323"),
+            f"{REDUCE}            p.grad /= dist.get_world_size()\n", "training", "averaged twice", "pytorch/torchtitan#2323"),
     Planted("each part of the batch is averaged over its own tokens", STEP, "    dist.all_reduce(size)\n",
             "    size *= dist.get_world_size()\n", "unequal parts of the batch", "mean of means", "huggingface/transformers#34191"),
-    Planted("a norm's weight under sequence parallelism is not reduced", SEQUENCE,
-            "            dist.all_reduce(p.grad)\n", "            pass\n", "gradients", "partial sum", "NVIDIA/Megatron-LM#1446"),
-    Planted("most updated parameters are not broadcast", OPTIMIZER, "        for p, owner in self.owners:",
-            "        for p, owner in self.owners[:2]:", "weights after 3 steps", "unmoved", "lodestone-rock/RamTorch#13"),
-    Planted("data-parallel group of one rank", DDP, "dist.all_reduce(flat, async_op=True)",
-            "dist.all_reduce(flat, group=[dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()],"
-            " async_op=True)", "gradients", "never synchronised", "ByteDance-Seed/VeOmni#1059"),
-    Planted("squared norms of complete gradients are added over the ranks", DDP, "    @contextmanager",
-            "    def clip_grad_norm(self, limit):\n        norm = nn.utils.get_total_norm([p.grad for p in self.parameters()])\n"
-            "        norm = norm * dist.get_world_size() ** 0.5\n"
-            "        nn.utils.clip_grads_with_norm_(list(self.parameters()), limit, norm)\n        return norm\n\n    @contextmanager",
-            "clipping by the norm", "norm of replicas", "modelscope/twinkle#290"),
-    Planted("a copy of the gradient is reduced, and the gradient returned", TENSOR, COPY_BACK,
-            "        dist.all_reduce(gradient.contiguous().clone())\n        return gradient", "gradients", "partial sum",
-            "NovaSky-AI/SkyRL#1886"),
-    Planted("gradients of replicas are added where they should be averaged", DDP, DIVIDE, "", "gradients", "summed",
-            "pytorch/pytorch#160285"),
+    Planted("a norm's weight under sequence parallelism is not reduced", SEQUENCE, REDUCE, "            pass\n", "gradients", "partial sum",
+            "NVIDIA/Megatron-LM#1446"),
+    Planted("most updated parameters are not broadcast", OPTIMIZER, "in self.owners:", "in self.owners[:2]:", "weights after 3 steps", "unmoved",
+            "lodestone-rock/RamTorch#13"),
+    Planted("data-parallel group of one rank", DDP, RUNS, RUNS.replace(",", ", group=[dist.new_group([r]) for r in range(dist.get_world_size())]"
+            "[dist.get_rank()],"), "gradients", "never synchronised", "ByteDance-Seed/VeOmni#1059"),
+    Planted("squared norms of complete gradients are added over the ranks", DDP, BEFORE,
+            "    def clip_grad_norm(self, limit):\n"
+            "        norm = nn.utils.get_total_norm([p.grad for p in self.parameters()]) * dist.get_world_size() ** 0.5\n"
+            "        nn.utils.clip_grads_with_norm_(list(self.parameters()), limit, norm)\n"
+            f"        return norm\n\n{BEFORE}", "clipping by the norm", "norm of replicas", "modelscope/twinkle#290"),
+    Planted("a copy of the gradient is reduced, and the gradient returned", TENSOR, "torch.clone, summed)", "torch.clone, lambda x: (summed(x), x)[1])",
+            "gradients", "partial sum", "NovaSky-AI/SkyRL#1886"),
+    Planted("gradients of replicas are added where they should be averaged", DDP, DIVIDE, "", "gradients", "summed", "pytorch/pytorch#160285"),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Solutions of the later exercises as a student would write them, and mistakes planted in them: (old, new, what `check`
 says of it)."""
 
-from tests.check.planted import FSDP, OPTIMIZER
+from tests.check.planted import FSDP, HEAD, OPTIMIZER
 
 ZERO_2 = f"""{OPTIMIZER}
 
@@ -27,11 +27,7 @@ def zero2(module, optimizer_cls, **options):
 """
 
 ZERO_3 = FSDP.replace("StudentFSDP", "FSDP")
-VOCABULARY = """
-import torch
-import torch.distributed as dist
-
-
+VOCABULARY = f"""{HEAD}
 class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets):
@@ -58,7 +54,6 @@ class Loss(torch.autograd.Function):
 def vocabulary_loss(logits, targets):
     return Loss.apply(logits, targets)
 """
-
 STEPS = """
 def steps(stage, stages, microbatches):
     ahead = min(stages - 1 - stage, microbatches)
@@ -69,12 +64,7 @@ def steps(stage, stages, microbatches):
         found.append(("backward", i))
     return found
 """
-
-DISPATCH = """
-import torch
-import torch.distributed as dist
-
-
+DISPATCH = f"""{HEAD}
 class Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, sent, received):
@@ -105,7 +95,6 @@ def run_experts(rows, chosen, experts):
     back = Swap.apply(done[by_expert.argsort()], received, sent)
     return back[order.argsort()]
 """
-
 ATTENTION = """
 import torch
 
@@ -161,7 +150,6 @@ def visible(scores, mine, theirs):
 def ring_attention(q, k, v, exchange, rank, world):
     return Ring.apply(q, k, v, exchange, rank, world)
 """
-
 CHECKPOINT = """
 import os
 

@@ -64,6 +64,11 @@ SOLVED |= SOLUTIONS
 FEW = ("training", "a layer used twice")
 
 
+def changed(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "mine.py"
     path.write_text(text)
@@ -80,16 +85,45 @@ def test_an_exercise_tells_files_apart(name, tmp_path):
     assert solved.exit_code() == 0, solved
 
 
-@pytest.mark.parametrize(
-    ("name", "mistake"), [(name, each) for name, mistakes in MISTAKES.items() for each in mistakes]
-)
-def test_a_mistake_is_told(name, mistake, tmp_path):
-    """Each planted mistake ends with exit code 1, and what is wrong is said."""
-    old, new, said = mistake
-    assert SOLUTIONS[name].count(old) == 1
-    report = grade(name, written(tmp_path, SOLUTIONS[name].replace(old, new)), 2, patience(5.0), FEW)
+BROKEN = [  # what a file does wrong, or its exercise forbids, such as the work by other means, and what is said of it
+    *((name, changed(SOLUTIONS[name], old, new), said) for name, each in MISTAKES.items() for old, new, said in each),
+    ("ring", WHOLE, "a rank sent"),
+    ("naive-ddp", NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
+    ("overlap", NAIVE, "0 collectives were launched during backward; 2 or more"),
+    ("buckets", EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
+    ("zero-1", ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
+    ("matrices", TENSOR.replace("torch.clone, summed", "torch.clone, torch.clone"), "add up to the right one"),
+    ("ring", "import torch.distributed as dist\ndef all_reduce(flat, exchange, rank, world): dist.all_reduce(flat)\n",
+             "something else than exchange moves data"),
+    ("matrices", "def tensor_parallel(module): return module\n", "axis 0 of last.weight has 6 elements; 3 are"),
+    ("zero-1", ZERO.replace("optimizer_cls([", "torch.optim.AdamW(["),
+               "optimizer_cls is given no parameters, although steps were taken"),
+    ("checkpoint", "S = {}\n"
+                   "def save(state, folder): S[folder] = state\n"
+                   "def load(folder): return S.get(folder)\n",
+                   "load after the save of step 1 gives something else"),
+    ("vocabulary-loss", "import torch\n"
+                        "from torch.distributed.distributed_c10d import _get_default_group\n"
+                        "from torch.nn.functional import cross_entropy\n"
+                        "def vocabulary_loss(logits, targets):\n"
+                        "    group = _get_default_group()\n"
+                        "    parts = [torch.empty_like(logits) for _ in range(group.size())]\n"
+                        "    group.allgather([parts], [logits.detach()]).wait()\n"
+                        "    parts[group.rank()] = logits\n"
+                        "    return cross_entropy(torch.cat(parts, 1), targets)\n",
+                        "collectives were given 1152 elements for 12 tokens"),
+    ("naive-ddp", NAIVE.replace(" if p.requires_grad", "").replace(" if p.grad is not None", ""),
+     "WRONG       frozen parameters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "said"), BROKEN)
+def test_a_mistake_is_told(name, text, said, tmp_path):
+    """Each ends with exit code 1, and what is wrong is said."""
+    ranks = 3 if name == "ring" else 2
+    report = grade(name, written(tmp_path, text), ranks, patience(5.0), (*FEW, "frozen parameters"))
     assert report.exit_code() == 1, report
-    assert said in " ".join(str(report).split())
+    assert said in " ".join(str(report).split()) or said in str(report)
 
 
 def test_a_norm_over_one_ranks_share_is_named(tmp_path):
@@ -108,10 +142,6 @@ def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
     assert printed.strip() == EXERCISES["zero-1"]["file"].strip()
     assert run("--exercise", "zero-1", str(written(tmp_path, printed))) == 2
     assert "NotImplementedError" in capsys.readouterr().out
-    assert run("--exercise", "zero-4") == 2
-    assert "'zero-4' is not one of" in capsys.readouterr().err
-    assert run() == 2
-    assert "nothing to check" in capsys.readouterr().err
     with pytest.raises(UserError, match="has no DDP, which the exercise overlap asks for"):
         grade("overlap", written(tmp_path, "x = 1\n"))
 
@@ -224,50 +254,3 @@ def test_the_command_line_grades_tests(name, tmp_path, capsys):
     path.write_text(TESTS[name][1])
     assert run("--exercise", name, solution, "--tests", str(path), "--strict") == 0
     assert capsys.readouterr().out.count(" fails") == len(VARIANTS[name])
-    for arguments in ((solution,), ("--exercise", name)):
-        assert run(*arguments, "--tests", str(path)) == 2
-        assert "--tests needs --exercise NAME and TARGET" in capsys.readouterr().err
-
-
-BROKEN = [  # what a file does that its exercise forbids, such as the work by other means, and what is said of it
-    ("ring", WHOLE, "a rank sent"),
-    ("naive-ddp", NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
-    ("overlap", NAIVE, "0 collectives were launched during backward; 2 or more"),
-    ("buckets", EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
-    ("zero-1", ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
-    ("matrices", TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
-    ("ring", "import torch.distributed as dist\ndef all_reduce(flat, exchange, rank, world): dist.all_reduce(flat)\n",
-             "something else than exchange moves data"),
-    ("matrices", "def tensor_parallel(module): return module\n", "axis 0 of last.weight has 6 elements; 3 are"),
-    ("zero-1", ZERO.replace("optimizer_cls([", "torch.optim.AdamW(["),
-               "optimizer_cls is given no parameters, although steps were taken"),
-    ("checkpoint", "S = {}\n"
-                   "def save(state, folder): S[folder] = state\n"
-                   "def load(folder): return S.get(folder)\n",
-                   "load after the save of step 1 gives something else"),
-    ("vocabulary-loss", "import torch\n"
-                        "from torch.distributed.distributed_c10d import _get_default_group\n"
-                        "from torch.nn.functional import cross_entropy\n"
-                        "def vocabulary_loss(logits, targets):\n"
-                        "    group = _get_default_group()\n"
-                        "    parts = [torch.empty_like(logits) for _ in range(group.size())]\n"
-                        "    group.allgather([parts], [logits.detach()]).wait()\n"
-                        "    parts[group.rank()] = logits\n"
-                        "    return cross_entropy(torch.cat(parts, 1), targets)\n",
-                        "collectives were given 1152 elements for 12 tokens"),
-    ("naive-ddp", NAIVE.replace(" if p.requires_grad", "").replace(" if p.grad is not None", ""),
-     "WRONG       frozen parameters"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "text", "said"), BROKEN)
-def test_what_an_exercise_forbids_is_told(name, text, said, tmp_path):
-    ranks = 3 if name == "ring" else 2
-    report = grade(name, written(tmp_path, text), ranks, patience(5.0), (*FEW, "frozen parameters"))
-    assert report.exit_code() == 1, report
-    assert said in " ".join(str(report).split()) or said in str(report)
-
-
-def test_an_exercise_refuses_options_that_it_would_ignore(tmp_path, capsys):
-    assert run("--exercise", "ring", str(written(tmp_path, RING)), "--only", "training", "--as", "ddp") == 2
-    assert capsys.readouterr().err == "error: an exercise says what is checked: drop --as and --only\n"

@@ -66,31 +66,27 @@ def test_the_examples_do_what_the_page_says(tmp_path, monkeypatch, capsys):
         test()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere.py"], "cannot read nowhere.py: no such file"),
-        (["torch:fsdp3"], "neither a Python file nor one of torch:ddp"),
-        (["ours:zero2", "--ranks", "1"], "1 is not in the range 2<=x<=16"),
-        (["ours:zero2", "--as", "moe"], "'moe' is not one of"),
-    ],
-)
-def test_a_wrong_command_is_answered_in_one_line(arguments, said, capsys):
-    assert run(*arguments) == 2
+WRONG = [  # mine.py, the command's words, and its one line
+    ("", "nowhere.py", "cannot read nowhere.py: no such file"),
+    ("", "torch:fsdp3", "neither a Python file nor one of torch:ddp"),
+    ("", "ours:zero2 --ranks 1", "1 is not in the range 2<=x<=16"),
+    ("", "ours:zero2 --as moe", "'moe' is not one of"),
+    ("class A: ...\nclass B: ...\n", "mine.py", "has 2 classes or functions (A, B); name one"),
+    ("x = 1\n", "mine.py", "has 0 classes or functions (none)"),
+    ("x = 1\n", "mine.py:x", "has no class or function x"),
+    ("import no_such_thing\n", "mine.py", "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("", "", "nothing to check"),
+    ("", "--exercise zero-4", "'zero-4' is not one of"),
+    ("", "mine.py --tests mine.py", "--tests needs --exercise NAME and TARGET"),
+    ("", "--exercise ring --tests mine.py", "--tests needs --exercise NAME and TARGET"),
+    ("", "--exercise ring mine.py --only training --as ddp", "an exercise says what is checked: drop --as and --only"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "said"), WRONG)
+def test_a_wrong_command_is_answered_in_one_line(text, words, said, in_tmp, capsys):
+    (in_tmp / "mine.py").write_text(text)
+    assert run(*words.split()) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_files_that_say_too_little(tmp_path, capsys):
-    """More classes than one, none, no such name, and what cannot be imported."""
-    path = tmp_path / "mine.py"
-    for text, name, said in (
-        ("class A: ...\nclass B: ...\n", "", "has 2 classes or functions (A, B); name one"),
-        ("x = 1\n", "", "has 0 classes or functions (none)"),
-        ("x = 1\n", ":x", "has no class or function x"),
-        ("import no_such_thing\n", "", "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
-    ):
-        path.write_text(text)
-        assert run(f"{path}{name}") == 2
-        assert said in capsys.readouterr().err

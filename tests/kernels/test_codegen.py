@@ -65,43 +65,38 @@ def reports(request, compiled):
 
 
 def failures(reports, wrong):
-    return [f"{case}: {kernel} {report}" for case, kernel, report in reports if wrong(case, kernel, report)]
+    return [f"{case}: {kernel} {report}" for case, kernel, report in reports if wrong(report)]
 
 
-def test_nothing_spills_and_everything_fits(reports):
-    assert not failures(reports, lambda case, kernel, r: r["stack"])
-    assert not failures(reports, lambda case, kernel, r: r["registers"] * r["num_warps"] * 32 > REGISTERS)
-    assert not failures(reports, lambda case, kernel, r: r["shared_bytes"] > SHARED_BYTES)
-
-
-def test_no_double_precision(reports):
+def test_nothing_spills_everything_fits_and_nothing_is_in_double_precision(reports):
+    assert not failures(reports, lambda r: r["stack"])
+    assert not failures(reports, lambda r: r["registers"] * r["num_warps"] * 32 > REGISTERS)
+    assert not failures(reports, lambda r: r["shared_bytes"] > SHARED_BYTES)
     # A Python float that reaches a kernel as float64 costs half the speed (Liger-Kernel issue 1350).
-    assert not failures(reports, lambda case, kernel, r: r["double"])
+    assert not failures(reports, lambda r: r["double"])
 
 
 def test_data_moves_in_16_bytes_a_thread(reports):
     # What is narrow are single numbers: 1 / rms of a row, its target, some of them loaded ahead for the next rows.
     in_rows = [each for each in reports if not each[0].startswith(("adamw", "attention"))]
     assert in_rows
-    assert not failures(in_rows, lambda case, kernel, r: r["loads"] - r["loads_128"] > 5)
-    assert not failures(in_rows, lambda case, kernel, r: not r["loads_128"])
+    assert not failures(in_rows, lambda r: r["loads"] - r["loads_128"] > 5 or not r["loads_128"])
     one_number = ("row_mean_kernel", "column_sum_kernel", "forward_kernel")
     writing = [each for each in in_rows if not (each[1] in one_number or each[0].endswith("False"))]
-    assert not failures(writing, lambda case, kernel, r: not r["stores_128"] or r["stores"] - r["stores_128"] > 2)
+    assert not failures(writing, lambda r: not r["stores_128"] or r["stores"] - r["stores_128"] > 2)
 
 
 def test_adamw_has_a_wide_path_where_addresses_allow(reports):
-    found = {case: report for case, kernel, report in reports if kernel == "adamw_kernel"}
-    assert found["adamw float32 aligned"]["loads_128"] == 8
-    assert found["adamw bfloat16 aligned"]["loads_128"] == 6
-    assert found["adamw float32 odd"]["loads_128"] == 0
+    found = {case: report["loads_128"] for case, kernel, report in reports if kernel == "adamw_kernel"}
+    wide = {"adamw float32 aligned": 8, "adamw bfloat16 aligned": 6, "adamw float32 odd": 0}
+    assert found.items() >= wide.items()
 
 
 def test_loops_load_ahead(reports):
     looping = ("backward_kernel", "cross_entropy_kernel")
     found = [each for each in reports if each[1] in looping and not each[0].startswith("weighted_sum")]
     assert {kernel for _, kernel, _ in found} == set(looping)
-    assert not failures(found, lambda case, kernel, r: not r["async_loads"])
+    assert not failures(found, lambda r: not r["async_loads"])
 
 
 def test_attention_runs_on_the_tensor_cores(reports):
@@ -109,19 +104,16 @@ def test_attention_runs_on_the_tensor_cores(reports):
     halves = [each for each in reports if each[0].startswith("attention") and "float32" not in each[0]]
     found = [each for each in halves if each[1] in passes]
     assert {kernel for _, kernel, _ in found} == set(passes)
-    assert not failures(found, lambda case, kernel, r: not r["wgmma"] or not r["async_loads"])
+    assert not failures(found, lambda r: not r["wgmma"] or not r["async_loads"])
     # Two programs to a multiprocessor hide each other's waiting.
     of_64 = [each for each in found if " 64 " in each[0] and each[1] == "queries_kernel"]
-    assert not failures(of_64, lambda case, kernel, r: 2 * r["registers"] * r["num_warps"] * 32 > REGISTERS)
+    assert not failures(of_64, lambda r: 2 * r["registers"] * r["num_warps"] * 32 > REGISTERS)
 
 
 def test_the_older_triton_interprets_alike():
     tests = ["interpreter.py", "rmsnorm.py::test_any_leading_shape", "swiglu.py::test_any_dtype"]
-    tests += [
-        "cross_entropy.py::test_many_chunks",
-        "flash_attention.py::test_any_dim",
-        "fused_adamw.py::test_each_step_is_rounded_once",
-    ]
+    tests += ["cross_entropy.py::test_many_chunks", "flash_attention.py::test_any_dim"]
+    tests += ["fused_adamw.py::test_each_step_is_rounded_once"]
     run = ["pytest", "-q", "-p", "no:cacheprovider", *(f"tests/kernels/test_{name}" for name in tests)]
     process = start(run, "3.6.0", TRITON_INTERPRET="1")
     if process is None:

@@ -1,6 +1,6 @@
 """The fused head and loss against float64, chunk by chunk, and the memory it is there to save."""
 
-import re
+from itertools import product
 
 import pytest
 import torch
@@ -92,22 +92,19 @@ def test_nothing_to_learn_from(tokens, dtype):
     assert not grad_hidden.any() | grad_weight.any()
 
 
-def test_ignored_token_may_be_nan():
+def test_nan_of_one_token_is_seen_and_stays_there_unless_it_is_ignored():
     hidden, weight, targets = make(4, 8, 20)
-    hidden[1], targets[1] = float("nan"), -100
-    loss, grad_hidden, _ = run(hidden, weight, targets)
-    want_loss, want_hidden, _ = run(hidden[[0, 2, 3]], weight, targets[[0, 2, 3]])
-    assert torch.equal(loss, want_loss)
-    assert not grad_hidden[1].any()
-    assert relative_error(grad_hidden[[0, 2, 3]], want_hidden) < bound(torch.float32, stages=3, longest_sum=20)
-
-
-def test_nan_of_one_token_is_seen_and_stays_there():
-    hidden, weight, targets = make(4, 8, 20)
-    hidden[1, 3] = float("nan")
+    others = [0, 2, 3]
+    want_loss, want_hidden, _ = run(hidden[others], weight, targets[others])
+    hidden[1] = float("nan")
     loss, grad_hidden, _ = run(hidden, weight, targets)
     assert loss.isnan()
     assert grad_hidden.isnan().any(dim=1).tolist() == [False, True, False, False]
+    targets[1] = -100
+    loss, grad_hidden, _ = run(hidden, weight, targets)
+    assert torch.equal(loss, want_loss)
+    assert not grad_hidden[1].any()
+    assert relative_error(grad_hidden[others], want_hidden) < bound(torch.float32, stages=3, longest_sum=20)
 
 
 @pytest.mark.parametrize("vocab", [3, 9000])
@@ -137,21 +134,14 @@ def test_small_probabilities_survive_half_precision():
     assert relative_error(grad_weight[1, 0], 1024 * unlikely) < tolerance
 
 
-@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)], ids=str)
-@pytest.mark.parametrize("recording", [True, False])
-def test_only_what_needs_a_gradient(needed, recording, monkeypatch):
-    arguments = make(4, 8, 20)
-    hidden, weight = (tensor.clone().requires_grad_(need) for tensor, need in zip(arguments, needed, strict=False))
+def test_evaluation_computes_no_gradients(monkeypatch):
+    hidden, weight, targets = make(4, 8, 20)
     seen, in_chunks = [], cross_entropy.in_chunks
     monkeypatch.setattr(cross_entropy, "in_chunks", lambda *args: (seen.append(args[-2:]), in_chunks(*args))[1])
-    with torch.set_grad_enabled(recording):
-        loss = linear_cross_entropy(hidden, weight, arguments[2])
-    assert seen == [needed if recording else (False, False)]
-    assert loss.requires_grad == (recording and any(needed))
-    if loss.requires_grad:
-        loss.backward()
-        for leaf, want, need in zip((hidden, weight), run(*arguments)[1:], needed, strict=True):
-            assert torch.equal(leaf.grad, want) if need else leaf.grad is None
+    with torch.no_grad():
+        linear_cross_entropy(hidden.requires_grad_(), weight, targets)
+    linear_cross_entropy(hidden, weight, targets)
+    assert seen == [(False, False), (True, False)]
 
 
 class Record(TorchDispatchMode):
@@ -183,14 +173,10 @@ def test_logits_of_all_tokens_never_exist(flags, chunks_of):
 
 
 def test_chunk_is_bounded_by_memory():
-    assert chunk_tokens(50_257, 768, 2) == 4096
-    assert chunk_tokens(128_256, 4096, 2) == 4096  # 1 GB, as much as the weight
-    assert (chunk_tokens(128_256, 2048, 2), chunk_tokens(262_144, 640, 4)) == (2048, 1024)
-    for vocab in (1, 1000, 32_000, 100_000, 151_936, 262_144):
-        for d_model in (64, 768, 1600, 5120, 8192):
-            tokens = chunk_tokens(vocab, d_model, 2)
-            assert tokens in range(1024, 4097)
-            assert tokens == 1024 or tokens * vocab <= max(2**28, vocab * d_model)
+    for vocab, d_model in product((1, 32_000, 151_936, 262_144), (64, 1600, 8192)):
+        tokens = chunk_tokens(vocab, d_model, 2)
+        assert tokens in range(1024, 4097)
+        assert tokens == 1024 or tokens * vocab <= max(2**28, vocab * d_model)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -215,16 +201,6 @@ def test_compiles_under_autocast():
         assert torch.equal(compiled(*leaves, targets), linear_cross_entropy(*leaves, targets) * 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_operators_keep_their_contract(dtype):
-    hidden, weight, targets = make(2, 8, 20, dtype)
-    for flags in ((True, False), (False, True)):
-        torch.library.opcheck(cross_entropy._forward_op, (hidden, weight, targets, -100, *flags))
-    torch.library.opcheck(
-        cross_entropy._scaled_op, (weight, reference.widen(torch.ones((), dtype=dtype)), torch.float32)
-    )
-
-
 @pytest.mark.parametrize("wrong", [-1, 20, -(2**40)])
 def test_target_outside_the_vocabulary(wrong):
     hidden, weight, targets = make(3, 8, 20)
@@ -237,26 +213,6 @@ def test_target_outside_the_vocabulary(wrong):
     assert losses.isnan().tolist() == [False, True, False]
     assert logits.isnan().any(dim=1).tolist() == [False, True, False]
     assert logits[1].isnan().all()
-
-
-def test_what_does_not_fit_is_refused():
-    hidden, weight, targets = make(3, 8, 20)
-    for error, says, arguments in (
-        (
-            ValueError,
-            "hidden is torch.bfloat16 and weight torch.float32; cast one",
-            (hidden.bfloat16(), weight, targets),
-        ),
-        (ValueError, "hidden has shape (3, 7), not (3, 8)", (hidden[:, :7], weight, targets)),
-        (ValueError, "targets has shape (2,), not (3,)", (hidden, weight, targets[:2])),
-        (ValueError, "weight has shape (0, 8)", (hidden, weight[:0], targets)),
-        (ValueError, "targets is on meta", (hidden, weight, targets.to("meta"))),
-        (TypeError, "targets must be of dtype torch.int64, not torch.int32", (hidden, weight, targets.int())),
-        (TypeError, "targets must be a tensor, not list", (hidden, weight, targets.tolist())),
-        (TypeError, "weight must be of a floating-point dtype", (hidden, weight.long(), targets)),
-    ):
-        with pytest.raises(error, match=re.escape(says)):
-            linear_cross_entropy(*arguments)
 
 
 def test_a_model_without_memory():

@@ -83,7 +83,7 @@ def test_any_dim(dim):
 
 @FUNCTIONS
 @BOTH
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (64, 64), (65, 65), (130, 130), (40, 130), (130, 40)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (65, 65), (40, 130), (130, 40)])
 def test_any_length(queries, keys, is_causal, function):
     require_equal(*inputs(queries, keys, 16, leading=(1 + (queries < 40),)), is_causal, function)
 
@@ -140,31 +140,6 @@ def test_one_saved_tensor_of_a_number_a_query(function, is_causal):
     o = function.apply(q, k, v, is_causal)
     assert o.grad_fn.is_causal is is_causal
     assert [tuple(t.shape) for t in o.grad_fn.saved_tensors] == [(3, 24, 16)] * 4 + [(3, 24)]
-
-
-LAYOUTS = {
-    "heads beside the sequence": lambda *shape: torch.randn(shape[1], shape[0], shape[2]).transpose(0, 1),
-    "transposed": lambda *shape: torch.randn(shape[0], shape[2], shape[1]).mT,
-    "every other column": lambda *shape: torch.randn(*shape[:2], 2 * shape[2])[..., ::2],
-    "one element off": lambda *shape: torch.randn(math.prod(shape) + 1)[1:].view(shape),
-    "one for all heads": lambda *shape: torch.randn(shape[1:]).expand(shape),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout(layout):
-    make = LAYOUTS[layout]
-    q, k, v, grad = make(2, 20, 16), make(2, 40, 16), torch.randn(2, 40, 16), make(2, 20, 16)
-    require_equal(q, k, v, grad)
-
-
-@FUNCTIONS
-def test_the_gradient_of_a_sum(function):
-    q, k, v, _ = inputs(40, 40, 16)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    function.apply(*leaves).sum().backward()  # its gradient is one number, repeated with stride 0
-    for got, want in zip(leaves, ours(q, k, v, torch.ones_like(q), False, function)[1:], strict=True):
-        assert torch.equal(got.grad, want)
 
 
 def test_same_bits_in_every_batch():
@@ -274,25 +249,6 @@ def test_tiles_above_the_diagonal_are_not_read():
 
 
 @FUNCTIONS
-def test_frozen_inputs(function, monkeypatch):
-    *qkv, grad = inputs(20, 20, 16, leading=(1,))
-    all_of_them = dict(zip("qkv", ours(*qkv, grad, True, function)[1:], strict=True))
-    launched, launch = [], flash_attention.launch
-    monkeypatch.setattr(
-        flash_attention, "launch", lambda f, *a, **c: launched.append(f.fn.__name__) or launch(f, *a, **c)
-    )
-    for wanted in ("q", "k", "v", "qk", "kv"):
-        launched.clear()
-        leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in zip("qkv", qkv, strict=True)}
-        function.apply(*leaves.values(), True).backward(grad)
-        for name, leaf in leaves.items():
-            assert torch.equal(leaf.grad, all_of_them[name]) if name in wanted else leaf.grad is None
-        if function is FlashAttention2:
-            assert ("queries_kernel" in launched) == ("q" in wanted)
-            assert ("keys_kernel" in launched) == (wanted != "q")
-
-
-@FUNCTIONS
 @pytest.mark.parametrize("fused", [True, False])
 def test_autocast_rounds_no_scores(function, fused, monkeypatch):
     """Backward recomputes scores, perhaps outside autocast: the log-sum-exp of rounded ones would not fit them."""
@@ -301,46 +257,3 @@ def test_autocast_rounds_no_scores(function, fused, monkeypatch):
     want = ours(q, k, v, grad, True, function)
     with torch.autocast(q.device.type, torch.bfloat16):
         assert all(map(torch.equal, want, ours(q, k, v, grad, True, function)))
-
-
-def test_operators_keep_their_promises():
-    q, k, v, grad = inputs(3, 5, 16)
-    q = q.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.library.opcheck(flash_attention.flash_attention, (q, k, v, True))
-    o, log_sum_exp = flash_attention.flash_attention(q, k, v, True)
-    for needed in ((True, True), (False, True), (True, False)):
-        arguments = (grad, q, k, v, o, log_sum_exp, True, *needed)
-        quick = {} if all(needed) else {"test_utils": ("test_schema", "test_faketensor")}  # without tracing it again
-        torch.library.opcheck(flash_attention.flash_attention_backward, arguments, **quick)
-
-
-@FUNCTIONS
-@pytest.mark.parametrize(
-    ("name", "change", "error", "words"),
-    [
-        ("k", {"dtype": torch.bfloat16}, ValueError, "k is torch.bfloat16, q torch.float32"),
-        ("v", {"dtype": torch.float16}, ValueError, "v is torch.float16"),
-        ("k", {"size": (2, 5, 8)}, ValueError, r"k has shape \(2, 5, 8\)"),
-        ("k", {"size": (1, 5, 16)}, ValueError, r"k has shape \(1, 5, 16\)"),
-        ("v", {"size": (2, 6, 16)}, ValueError, r"v has shape \(2, 6, 16\)"),
-        ("q", {"size": (16,)}, ValueError, r"q has shape \(16,\)"),
-        ("v", {"device": "meta"}, ValueError, "v is on meta"),
-        ("q", {"dtype": torch.int64}, TypeError, "q must be of a floating-point dtype"),
-    ],
-)
-def test_bad_arguments(function, name, change, error, words):
-    good = {"size": (2, 5, 16)}
-    with pytest.raises(error, match=words):
-        function.apply(*(torch.zeros(**(good | change if each == name else good)) for each in "qkv"))
-
-
-@FUNCTIONS
-def test_a_mask_is_not_a_switch(function):
-    with pytest.raises(TypeError, match="is_causal must be True or False, not a Tensor: there are no other masks"):
-        function.apply(*torch.zeros(3, 2, 5, 16), torch.ones(5, 5).tril())
-
-
-def test_dims_beyond_the_registers():
-    for dim in (0, 129):
-        with pytest.raises(ValueError, match=f"dim {dim}; these kernels can do 1 to 128"):
-            FlashAttention2.apply(*inputs(3, 3, dim)[:3])

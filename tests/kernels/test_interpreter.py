@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import rmsnorm, rmsnorm_wide
+from kernels import rmsnorm, rmsnorm_wide, weighted_sum
 from kernels.launch import INTERPRETED, jit, tl
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off where there is a GPU")
@@ -13,53 +13,29 @@ SIZE = 256
 
 
 @jit
-def arithmetic_kernel(x_ptr, y_ptr, out_ptr, WHAT: tl.constexpr, SIZE: tl.constexpr):
+def arithmetic_kernel(x_ptr, y_ptr, whole_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
-    if WHAT == "add":
-        out = x + y
-    elif WHAT == "multiply":
-        out = x * y
-    elif WHAT == "divide":
-        out = x / y
-    elif WHAT == "number":
-        out = x * 3.0
-    elif WHAT == "negate":
-        out = -x
-    elif WHAT == "maximum":
-        out = tl.maximum(x, y)
-    elif WHAT == "where":
-        out = tl.where(x < y, x, y)
-    elif WHAT == "whole":
-        out = x.to(tl.int32)
-    elif WHAT == "sum":
-        out = tl.zeros((SIZE,), tl.bfloat16) + tl.sum(x, axis=0)
-    else:
-        out = x.to(tl.float32) * 1.0001
-    tl.store(out_ptr + at, out)
+    x, y, whole = tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(whole_ptr + at)
+    tl.store(out_ptr + at, x + y)
+    tl.store(out_ptr + SIZE + at, x * y)
+    tl.store(out_ptr + 2 * SIZE + at, x / y)
+    tl.store(out_ptr + 3 * SIZE + at, x * 3.0)
+    tl.store(out_ptr + 4 * SIZE + at, -x)
+    tl.store(out_ptr + 5 * SIZE + at, tl.maximum(x, y))
+    tl.store(out_ptr + 6 * SIZE + at, tl.where(x < y, x, y))
+    tl.store(out_ptr + 7 * SIZE + at, whole.to(tl.int32))
+    tl.store(out_ptr + 8 * SIZE + at, tl.zeros((SIZE,), tl.bfloat16) + tl.sum(whole, axis=0))
+    tl.store(out_ptr + 9 * SIZE + at, x.to(tl.float32) * 1.0001)
 
 
-TORCH = {
-    "add": lambda x, y: x + y,
-    "multiply": lambda x, y: x * y,
-    "divide": lambda x, y: x / y,
-    "number": lambda x, y: x * 3.0,
-    "negate": lambda x, y: -x,
-    "maximum": torch.maximum,
-    "where": lambda x, y: torch.where(x < y, x, y),
-    "whole": lambda x, y: x.int().bfloat16(),
-    "sum": lambda x, y: x.float().sum().bfloat16().expand(SIZE),
-    "cast": lambda x, y: (x.float() * 1.0001).bfloat16(),
-}
-
-
-@pytest.mark.parametrize("what", TORCH)
-def test_bfloat16_is_torchs_bit_for_bit(what):
+def test_bfloat16_is_torchs_bit_for_bit():
+    x, y = torch.randn(2, SIZE).bfloat16()
     # Whole numbers of eight bits and a sign: their sum is exact in float32, in whatever order it is taken.
-    x = torch.randint(-128, 128, (SIZE,)).bfloat16() if what in ("sum", "whole") else torch.randn(SIZE).bfloat16()
-    y, out = torch.randn(SIZE).bfloat16(), torch.empty(SIZE, dtype=torch.bfloat16)
-    arithmetic_kernel[(1,)](x, y, out, WHAT=what, SIZE=SIZE)
-    assert torch.equal(out, TORCH[what](x, y))
+    whole, out = torch.randint(-128, 128, (SIZE,)).bfloat16(), torch.empty(10, SIZE, dtype=torch.bfloat16)
+    arithmetic_kernel[(1,)](x, y, whole, out, SIZE=SIZE)
+    want = [x + y, x * y, x / y, x * 3.0, -x, torch.maximum(x, y), torch.where(x < y, x, y), whole.int().bfloat16()]
+    want += [whole.float().sum().bfloat16().expand(SIZE), (x.float() * 1.0001).bfloat16()]
+    assert [i for i, each in enumerate(want) if not torch.equal(out[i], each)] == []
 
 
 @jit
@@ -119,21 +95,30 @@ def touched(monkeypatch):
     return last
 
 
+FAR = [  # kernels, their constants, and which of their accesses reach the end of x
+    (rmsnorm.forward_kernel, {"EPS": 1e-5}, ("load", "store")),
+    (rmsnorm_wide.wide_forward_kernel, {"EPS": 1e-5, "BLOCK_COLUMNS": 512}, ("load", "store")),
+    (rmsnorm.backward_kernel, {"NEED_X": True, "SLICED": False}, ("load", "store")),
+    (rmsnorm_wide.halves_backward_kernel, {"NEED_X": True, "HALF": 512}, ("load", "store")),
+    (weighted_sum.forward_kernel, {}, ("load",)),
+    (weighted_sum.backward_kernel, {"NEED_X": True}, ("store",)),
+]
+
+
 @pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [
-        (rmsnorm.forward_kernel, {"EPS": 1e-5, "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1024}),
-        (rmsnorm_wide.wide_forward_kernel, {"EPS": 1e-5, "BLOCK_COLUMNS": 512}),
-        (rmsnorm.backward_kernel, {"NEED_X": True, "SLICED": False, "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1024}),
-        (rmsnorm_wide.halves_backward_kernel, {"NEED_X": True, "NEED_WEIGHT": False, "HALF": 512}),
-    ],
-    ids=lambda value: getattr(getattr(value, "fn", None), "__name__", ""),
+    ("kernel", "constants", "far"), FAR, ids=lambda x: getattr(getattr(x, "fn", None), "__name__", "")
 )
-def test_addresses_beyond_two_to_the_31(kernel, constants, touched):
+def test_addresses_beyond_two_to_the_31(kernel, constants, far, touched):
     memory, columns, rows = torch.zeros(1), 1024, 2**22 + 1
+    constants = {
+        "COLUMNS": columns,
+        "ADD": False,
+        "NEED_WEIGHT": False,
+        "BLOCK_ROWS": 1,
+        "BLOCK_COLUMNS": 1024,
+    } | constants
     order = [name for name in kernel.arg_names if name.isupper()]
-    constants = {name: ({"COLUMNS": columns, "ADD": False, "NEED_WEIGHT": False} | constants)[name] for name in order}
     others = {name: memory if name.endswith("_ptr") else rows for name in kernel.arg_names if name not in order}
-    kernel[(1, 1, 1)](**others, **constants)
+    kernel[(1, 1, 1)](**others, **{name: constants[name] for name in order})
     end = memory.data_ptr() + ((rows - 1) * columns + columns - 1) * 4  # 2^32 elements away
-    assert touched == {"load": end, "store": end}
+    assert {kind: touched[kind] for kind in far} == dict.fromkeys(far, end)

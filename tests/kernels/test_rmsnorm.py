@@ -1,11 +1,10 @@
-"""The fused RMSNorm against float64, over shapes, dtypes, layouts and values that have broken such kernels before."""
+"""The fused RMSNorm against float64, over shapes, dtypes and values that have broken such kernels before."""
 
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from kernels import rmsnorm
 from kernels.rmsnorm import RMSNormFunction, TritonAddRMSNormFunction, TritonRMSNormFunction
@@ -13,7 +12,6 @@ from tests.support.tolerances import UNIT_ROUNDOFF, bound, relative_error
 
 pytestmark = pytest.mark.usefixtures("where_triton_runs")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-QUICK = ("test_schema", "test_faketensor")  # of opcheck, which also traces the operator for a compiler
 
 
 def rounding(dtype: torch.dtype, columns: int, rows: int = 1) -> float:
@@ -47,25 +45,16 @@ def require_equal(x, w, grad, function=TritonRMSNormFunction):
         assert (each.double() - right).norm() <= rounding(dtype, columns, rows) * size
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 7, 17, 50, 63, 64, 65, 127, 1000, 1023, 1025, 4095, 5120, 8193, 16384])
+@pytest.mark.parametrize("columns", [1, 2, 3, 50, 64, 65, 1023, 1025, 5120, 8193, 16_384, 16_385, 32_768, 65_537])
 def test_any_width(columns):
-    require_equal(torch.randn(3, columns), torch.randn(columns), torch.randn(3, columns))
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(3, 16_385), (2, 32_768), (1, 65_537)])
-def test_rows_that_no_register_file_holds(rows, columns):
+    rows = 3 if columns < 16_386 else 1
     require_equal(torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns))
 
 
-@pytest.mark.parametrize("leading", [(), (1,), (2,), (33,), (2, 0, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("leading", [(), (1,), (2,), (33,), (2, 3, 4)], ids=str)
 def test_any_leading_shape(leading):
-    x, w, grad = torch.randn(*leading, 50), torch.randn(50), torch.randn(*leading, 50)
-    if x.numel():
-        require_equal(x, w, grad)
-    else:
-        y, grad_x, grad_w = ours(x, w, grad)
-        assert y.shape == grad_x.shape == x.shape
-        assert torch.equal(grad_w, torch.zeros(50))
+    for function in (TritonRMSNormFunction, RMSNormFunction):
+        require_equal(torch.randn(*leading, 50), torch.randn(50), torch.randn(*leading, 50), function)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +68,7 @@ def test_mixed_dtypes(x_dtype, w_dtype, columns):
 
 
 @pytest.mark.parametrize("function", [RMSNormFunction, TritonRMSNormFunction])
-@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0), (2, 0, 3)])
 def test_no_elements_with_and_without_triton(function, shape, monkeypatch):
     for runs in (rmsnorm.runs_triton, lambda *_: False):
         monkeypatch.setattr(rmsnorm, "runs_triton", runs)
@@ -88,37 +77,6 @@ def test_no_elements_with_and_without_triton(function, shape, monkeypatch):
         y.sum().backward()
         assert y.shape == x.grad.shape == x.shape
         assert torch.equal(w.grad, torch.zeros(shape[-1]))
-
-
-def test_the_plain_function():
-    require_equal(torch.randn(3, 50), torch.randn(50), torch.randn(3, 50), RMSNormFunction)
-
-
-LAYOUTS = {
-    "transposed": lambda *shape: torch.randn(shape[1], shape[0]).T,
-    "every other column": lambda *shape: torch.randn(shape[0], 2 * shape[1])[:, ::2],
-    "every other row": lambda *shape: torch.randn(2 * shape[0], shape[1])[::2],
-    "padded rows": lambda *shape: torch.randn(shape[0], shape[1] + 3)[:, : shape[1]],
-    "one element off": lambda *shape: torch.randn(shape[0] * shape[1] + 1)[1:].view(shape),
-    "one row for all": lambda *shape: torch.randn(1, shape[1]).expand(shape),
-    "one number for all": lambda *shape: torch.randn(()).expand(shape),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    plain, odd = torch.randn(3, 40), LAYOUTS[layout](3, 40)
-    for x, grad in ((odd, plain), (plain, odd), (odd, LAYOUTS[layout](3, 40))):
-        require_equal(x, torch.randn(80)[::2], grad)
-
-
-def test_gradient_of_a_plain_sum_and_of_two_uses():
-    x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True)
-    y = TritonRMSNormFunction.apply(x, w)
-    (y.sum() + (y * y).sum() + x.sum()).backward()
-    _, grad_x, grad_w = truth(x, w, 1 + 2 * y.detach())
-    assert relative_error(x.grad, grad_x + 1) < rounding(torch.float32, 50)
-    assert relative_error(w.grad, grad_w) < rounding(torch.float32, 50, 3)
 
 
 def test_values():
@@ -155,7 +113,7 @@ def test_a_row_does_not_depend_on_its_batch(columns):
     assert torch.equal(alone_grad[0], grad_x[2])
 
 
-@pytest.mark.parametrize("columns", [60, 9000, 20_000])
+@pytest.mark.parametrize("columns", [9000, 20_000])
 @pytest.mark.parametrize(("need_x", "need_w"), [(True, False), (False, True)])
 def test_only_needed_gradients_are_computed(columns, need_x, need_w, monkeypatch):
     x, w, grad = torch.randn(3, columns, requires_grad=need_x), torch.randn(columns), torch.randn(3, columns)
@@ -211,47 +169,8 @@ def test_the_sum_and_its_norm(columns, x_dtype, residual_dtype):
         assert relative_error(each.detach(), right) <= 2 * rounding(coarse, columns, 3)
 
 
-def test_operators_keep_what_they_promise(monkeypatch):
-    ops = torch.ops.cs336_kernels
-    x, w, r = torch.randn(2, 24, 3).transpose(1, 2), torch.randn(24), torch.rand(2, 3)
-    for runs in (lambda *_: False, rmsnorm.runs_triton):  # the reference, then the kernels
-        monkeypatch.setattr(rmsnorm, "runs_triton", runs)
-        torch.library.opcheck(ops.rmsnorm.default, (x, w, 1e-5))
-        torch.library.opcheck(ops.add_rmsnorm.default, (x, x, w, 1e-5))
-        torch.library.opcheck(ops.rmsnorm_backward.default, (x, x, w, r, x, 1e-5, True, True))
-    for needs in itertools.product((True, False), repeat=2):
-        torch.library.opcheck(ops.rmsnorm_backward.default, (x, x, w, r, None, 1e-5, *needs), test_utils=QUICK)
-
-
-def test_checkpoint_and_autocast():
-    x, w, grad = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True), torch.randn(3, 50)
-    checkpoint(TritonRMSNormFunction.apply, x, w, use_reentrant=False).backward(grad)
-    assert relative_error(x.grad, truth(x, w, grad)[1]) < rounding(torch.float32, 50)
+def test_autocast_leaves_the_dtype():
+    x, w = torch.randn(3, 50), torch.randn(50)
     with torch.autocast(x.device.type, torch.bfloat16):
         assert TritonRMSNormFunction.apply(x, w).dtype == torch.float32
         assert TritonRMSNormFunction.apply(x.bfloat16(), w).dtype == torch.bfloat16
-
-
-def test_unsupported_arguments_raise():
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.vmap(TritonRMSNormFunction.apply, in_dims=(0, None))(torch.randn(3, 50), torch.randn(50))
-
-
-@pytest.mark.parametrize(
-    ("x", "w", "error", "words"),
-    [
-        (torch.ones(2, 3, dtype=torch.int64), torch.ones(3), TypeError, r"x must be .* not torch.int64"),
-        (torch.ones(2, 3), torch.ones(3, dtype=torch.int32), TypeError, r"weight must be .* not torch.int32"),
-        (torch.ones(2, 3), torch.ones(4), ValueError, r"weight has shape \(4,\), not \(3,\) as x's last dimension"),
-        (torch.ones(2, 3), torch.ones(3, device="meta"), ValueError, "weight is on meta, x on cpu"),
-        (torch.ones(()), torch.ones(3), ValueError, "x has no dimensions"),
-        ([1.0, 2.0], torch.ones(2), TypeError, "x must be a tensor, not list"),
-        (torch.ones(2, 3).to(torch.float8_e5m2), torch.ones(3), TypeError, "x must be .* not torch.float8_e5m2"),
-        (torch.ones(2, 3).to_sparse(), torch.ones(3), TypeError, "x must be dense, not torch.sparse_coo"),
-    ],
-    ids=["integer x", "integer weight", "shape", "device", "scalar", "list", "8 bits", "sparse"],
-)
-def test_bad_arguments_are_named(x, w, error, words):
-    for function in (TritonRMSNormFunction, RMSNormFunction):
-        with pytest.raises(error, match=words):
-            function.apply(x, w)

@@ -1,9 +1,9 @@
-"""SwiGLU's kernels against float64, in every dtype and layout, and what they must leave alone."""
+"""SwiGLU's kernels against float64, in every dtype and shape."""
 
 import pytest
 import torch
 
-from kernels import reference, swiglu
+from kernels import reference
 from kernels.swiglu import SwiGLUFunction
 from tests.support.tolerances import bound, relative_error
 
@@ -49,24 +49,6 @@ def test_any_dtype(gate_dtype, up_dtype):
     require_right(run(gate, up, grad), gate, up, grad)
 
 
-def layouts():
-    """Tensors (6 8) that lie in memory in as many ways."""
-    return {
-        "transposed": torch.randn(8, 6).T,
-        "every other column": torch.randn(6, 16)[:, ::2],
-        "half of a wider one": torch.randn(6, 16).chunk(2, dim=-1)[1],
-        "misaligned": torch.randn(49)[1:].view(6, 8),
-        "expanded": torch.randn(8).expand(6, 8),
-    }
-
-
-@pytest.mark.parametrize("name", layouts())
-def test_any_layout(name):
-    for odd in range(3):
-        tensors = [layouts()[name] if i == odd else torch.randn(6, 8) for i in range(3)]
-        require_right(run(*tensors), *tensors)
-
-
 def test_extremes():
     gate = torch.tensor([-1e4, -104.0, -88.5, -0.0, 0.0, 88.5, 1e4, float("nan")])
     y, grad_gate, grad_up = run(gate, torch.full((8,), 2.0), torch.ones(8))
@@ -78,38 +60,6 @@ def test_extremes():
     assert grad_up[6] == 1e4
 
 
-@pytest.mark.parametrize("needed", ["gate", "up"])
-def test_only_what_needs_a_gradient(needed, monkeypatch):
-    gate, up, grad = (torch.randn(4, 6) for _ in range(3))
-    flags = []
-    launch = swiglu.launch_over
-    monkeypatch.setattr(swiglu, "launch_over", lambda *args, **kwargs: (flags.append(kwargs), launch(*args, **kwargs)))
-    leaf = {"gate": gate, "up": up}[needed].requires_grad_()
-    SwiGLUFunction.apply(gate, up).backward(grad)
-    want = reference.swiglu_backward(grad.double(), gate.detach().double(), up.detach().double())[needed == "up"]
-    assert relative_error(leaf.grad, want) < error_bound(torch.float32)
-    assert flags[-1] == {"NEED_GATE": needed == "gate", "NEED_UP": needed == "up"}
-    assert (up if needed == "gate" else gate).grad is None
-
-
 def test_float64_of_one_is_left_to_the_reference():
     gate, up = torch.randn(3, 5), torch.randn(3, 5).double()
     assert torch.equal(SwiGLUFunction.apply(gate, up), reference.swiglu(gate, up))
-
-
-def test_operators_keep_their_contract():
-    gate, up, grad = torch.randn(8, 6).T, torch.randn(6, 8).bfloat16(), torch.randn(6, 8)
-    torch.library.opcheck(swiglu._forward_op, (gate, up))
-    torch.library.opcheck(swiglu._forward_op, (gate.double(), up))
-    for flags in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(swiglu._backward_op, (grad, gate, up, *flags))
-
-
-def test_what_does_not_fit_is_refused():
-    x = torch.randn(2, 3)
-    with pytest.raises(ValueError, match=r"up has shape \(3,\), not \(2, 3\) as gate demands"):
-        SwiGLUFunction.apply(x, x[0])
-    with pytest.raises(TypeError, match="up must be of a floating-point dtype"):
-        SwiGLUFunction.apply(x, x.long())
-    with pytest.raises(ValueError, match="up is on meta"):
-        SwiGLUFunction.apply(x, x.to("meta"))

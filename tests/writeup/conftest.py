@@ -5,6 +5,7 @@ import json
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,28 @@ def shared(tmp_path_factory):
     with (folder / "writeup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
+
+
+@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def opened(request):
+    """A function that opens a file in a browser, of a desktop and of a phone: no script may complain, and nothing may
+    be asked of a server."""
+    chromium = Path("/usr/bin/chromium")
+    if not chromium.exists():
+        pytest.skip(f"needs {chromium}")
+    pytest.importorskip("playwright", reason="playwright is in the extra `browser`")
+    from playwright.sync_api import sync_playwright
+
+    said: list[str] = []
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=chromium, args=flags) as browser:
+        page = browser.new_page(viewport=dict(zip(("width", "height"), request.param, strict=True)))
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on(
+            "request",
+            lambda each: each.is_navigation_request() or each.url.startswith("data:") or said.append(each.url),
+        )
+        yield lambda path: page.goto(path.as_uri()) and page
+    assert said == []

@@ -24,20 +24,6 @@ def step(candidate: str, ms: float, **metrics: Any) -> Record:
     return Record("ddp", {"candidate": candidate, **SETTINGS}, STAMP, [ms] * 6, found, {"mean_ms": ms / 2})
 
 
-def sweep(o: float, w: float, s: float, counts: dict[float, int], ms: dict[float, float]) -> Citation:
-    """A run whose collectives take o n + s/w exactly."""
-    records = [step("no communication", 30.0)]
-    for size, count in counts.items():
-        spent = 1e3 * (o * count + s / w)
-        records.append(
-            step(
-                f"bucketed {size:g} MB", ms[size], communication_ms=spent, collectives=count, bytes_sent=s,
-                exposed_ms=10.0, communication_share=0.5,
-            )
-        )  # fmt: skip
-    return Citation("ddp", "run this", tuple(records))
-
-
 def test_the_gallery_shows_what_check_says(monkeypatch, tmp_path) -> None:
     table = gallery.what_check_says()
     assert table.startswith("| candidate | verdict |")
@@ -47,14 +33,10 @@ def test_the_gallery_shows_what_check_says(monkeypatch, tmp_path) -> None:
 
 
 def test_a_line_is_found_where_there_is_one() -> None:
-    points = [(n, b, 1e-3 * n + b / 2e9) for n, b in ((1, 1e6), (5, 1e6), (1, 1e9), (7, 3e8))]
-    line = fit(points)
+    line = fit([(n, b, 1e-3 * n + b / 2e9) for n, b in ((1, 1e6), (5, 1e6), (1, 1e9), (7, 3e8))])
     assert line is not None
     assert (line.overhead, line.bandwidth) == pytest.approx((1e-3, 2e9))
     assert line.residual < 1e-9
-
-
-def test_no_line_where_none_can_be() -> None:
     assert fit([(1, 1e6, 1.0), (1, 2e6, 2.0)]) is None, "two points"
     assert fit([(1, 1e6, 1.0), (1, 2e6, 2.5), (1, 3e6, 4.2)]) is None, "a call that gains time"
     assert fit([(1, 1e6, 1.0), (1, 1e6, 1.1), (1, 1e6, 1.2)]) is None, "one shape"
@@ -71,13 +53,17 @@ def test_the_bus_bandwidth_is_fitted() -> None:
 
 
 def test_the_best_bucket_follows_from_the_fit() -> None:
-    run = sweep(1e-3, 1e9, 1e8, {1: 100, 4: 25, 17: 6}, {1: 90.0, 4: 60.0, 17: 70.0})
+    o, w, s = 1e-3, 1e9, 1e8  # collectives take o n + s/w exactly
+    records = [step("no communication", 30.0)]
+    for size, count, ms in ((1, 100, 90.0), (4, 25, 60.0), (17, 6, 70.0)):
+        spent = {"communication_ms": 1e3 * (o * count + s / w), "collectives": count, "bytes_sent": s}
+        records.append(step(f"bucketed {size} MB", ms, **spent, exposed_ms=10.0, communication_share=0.5))
+    run = Citation("ddp", "run this", tuple(records))
     model = model_of(run)
     assert model is not None
-    assert model.best == pytest.approx(sqrt(1e8 * 1e9 * 1e-3))
+    assert model.best == pytest.approx(sqrt(s * w * o))
     assert fastest(run) == 4e6
-    assert model.exposed(10) == pytest.approx(0.02)
-    assert model.backward == pytest.approx(0.02)
+    assert (model.exposed(10), model.backward) == pytest.approx((0.02, 0.02))
 
 
 def test_a_spread_is_that_of_the_pairs() -> None:
@@ -90,16 +76,14 @@ def test_a_spread_is_that_of_the_pairs() -> None:
 def test_runs_are_told_apart_by_their_settings() -> None:
     small, large = step("flat", 1.0), step("flat", 2.0)
     large.config["d_model"] = 128
-    assert [[r.config["d_model"] for r in run] for run in runs_of(Citation("ddp", "", (small, large, small)))] == [
-        [128],
-        [64, 64],
-    ]
+    found = runs_of(Citation("ddp", "", (small, large, small)))
+    assert [[r.config["d_model"] for r in run] for run in found] == [[128], [64, 64]]
 
 
 def test_the_assignment_sends_half_as_much_again() -> None:
-    sent = {name: traffic_bytes(gradients + updates) for name, (gradients, updates, _) in schemes("small").items()}
-    calls = {name: len(updates) for name, (_, updates, _) in schemes("small").items()}
-    assignment, whole, flat, zero = sent.values()
+    found = schemes("small").values()
+    assignment, whole, flat, zero = (traffic_bytes(gradients + updates) for gradients, updates, _ in found)
     assert assignment == pytest.approx(whole) == pytest.approx(flat) == pytest.approx(1.5 * zero)
-    assert list(calls.values())[1:] == [2, 1, 1]
-    assert next(iter(calls.values())) > 90, "a broadcast for each of 12 blocks' tensors"
+    first, *calls = (len(updates) for _, updates, _ in found)
+    assert calls == [2, 1, 1]
+    assert first > 90, "a broadcast for each of 12 blocks' tensors"

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from writeup import edition

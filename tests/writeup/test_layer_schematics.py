@@ -1,5 +1,8 @@
 """Pictures of split layers: what they observe is what the code is known to do."""
 
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from writeup.layer_schematics import block_order, moments, sorted_choices
 
 

@@ -1,14 +1,11 @@
 """The write-up as its reader gets it: the same bytes for the same records, and a page without faults."""
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
-from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +26,6 @@ from writeup.profiles import BELOW
 from writeup.render import typst_of, write_figures, write_html, write_pdf
 
 EXTRA = ("matplotlib", "cycler", "pypandoc", "typst")
-CHROMIUM = Path("/usr/bin/chromium")
-DESKTOP, PHONE = (1280, 900), (390, 844)
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 # What a reader would see go wrong: links to nowhere, pictures that are not there, what sticks out of the page.
 FAULTS = """() => {
     const faults = [];
@@ -63,15 +57,6 @@ NOT_MEASURED = {
 }
 
 
-def build(out: Path, folder: Path = ROOT, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "writeup", "--out", str(out)],
-        cwd=folder, capture_output=True, text=True, timeout=patience(170),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def test_every_printed_command_could_run_and_every_citation_that_is_empty_is_known(written):
     text = re.sub(r"\s+", " ", (written / "writeup.md").read_text(encoding="utf-8"))
     commands = list(dict.fromkeys(found[1] for found in COMMAND.findall(text)))
@@ -91,10 +76,18 @@ def test_the_same_records_give_the_same_bytes_to_everyone(written, tmp_path):
     out = tmp_path / "a:b"  # a path of resources is split at colons
     (out / "figures").mkdir(parents=True)
     (out / "figures/of-an-earlier-build.svg").write_text("<svg/>")
-    build(
-        out, tmp_path, PYTHONHASHSEED="2", TZ="Pacific/Kiritimati",
-        LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
+    other = {
+        "PYTHONHASHSEED": "2",
+        "TZ": "Pacific/Kiritimati",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "writeup", "--out", str(out)], cwd=tmp_path, capture_output=True, text=True,
+        timeout=patience(170), env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | other,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     files = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
     assert {"index.html", "writeup.md", "writeup.pdf"} <= {str(path) for path in files}
@@ -143,10 +136,7 @@ def test_text_of_others_stays_text(tmp_path):
     assert not tags.seen & {"script", "img", "onclick", "onerror", "javascript", "file", "http"}
     assert {"table", "math", "https"} <= tags.seen
     assert f"<p>{FORMULAS}</p>" in page
-    assert "<td" in page
-    assert "\\newpage" in page
-    assert "&lt;div class=" in page
-    assert "listed" in page
+    assert all(each in page for each in ("<td", "\\newpage", "&lt;div class=", "listed"))
     source = typst_of(Manuscript(text), tmp_path)
     assert "listed" not in source
     assert "\\#panic()" in source
@@ -177,11 +167,7 @@ def test_pictures_lie_below_the_records():
     ("text", "write", "said"),
     [
         ("[x](#nowhere)", write_pdf, "Typst cannot set the pages: label `<nowhere>` does not exist"),
-        (
-            "![x](figures/none.svg)",
-            write_html,
-            "pandoc cannot write html5: .*Could not fetch resource",
-        ),
+        ("![x](figures/none.svg)", write_html, "pandoc cannot write html5: .*Could not fetch resource"),
         ("![x](figures/none.svg)", write_pdf, "Typst cannot set the pages: file not found"),
     ],
 )
@@ -201,51 +187,26 @@ def test_what_cannot_be_read_is_not_said_to_be_unwritable(tmp_path, monkeypatch)
         building.build(Book(tmp_path), tmp_path / "file/out")
 
 
-@cache
-def imports_the_extra(path: Path) -> bool:
-    """True if a file cannot be imported without the extra; a test that skips before it imports can."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Expr) and "importorskip" in ast.unparse(node):
-            return False
-        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-        ours = (ROOT / f"{name.replace('.', '/')}.py" for name in names)
-        if any(name.split(".")[0] in EXTRA for name in names) or any(
-            imports_the_extra(file) for file in ours if file.exists()
-        ):
-            return True
-    return False
-
-
 def test_tests_are_collected_without_the_extra():
-    assert imports_the_extra(ROOT / "writeup/figures.py")
-    assert imports_the_extra(ROOT / "writeup/chapters/memory.py")
-    assert [path.name for path in sorted((ROOT / "tests").glob("*.py")) if imports_the_extra(path)] == []
+    hide = f"import sys, pytest; sys.modules.update(dict.fromkeys({EXTRA}))"
+    collect = (
+        "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', 'tests/writeup', *sys.argv[1:]]))"
+    )
+    files = map(str, sorted((ROOT / "tests").glob("*.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}; {collect}", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_page_in_a_browser(written, size):
-    if not CHROMIUM.exists():
-        pytest.skip(f"needs {CHROMIUM}")
-    pytest.importorskip("playwright", reason="playwright is in the extra `browser`")
-    from playwright.sync_api import sync_playwright
-
-    said = []
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS) as browser:
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]})
-        page.set_default_timeout(60_000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
-        page.goto((written / "index.html").as_uri())
-        assert page.evaluate(FAULTS) == []
-        figure = page.locator("#step .measured").first
-        figure.click()
-        shown = figure.evaluate("each => getComputedStyle(each, '::after').content")
-        assert shown == f'"{figure.get_attribute("data-record")}"'
-        page.click("#contents a >> nth=3")
-    assert said == []
+def test_the_page_in_a_browser(written, opened):
+    page = opened(written / "index.html")
+    assert page.evaluate(FAULTS) == []
+    figure = page.locator("#step .measured").first
+    figure.click()
+    shown = figure.evaluate("each => getComputedStyle(each, '::after').content")
+    assert shown == f'"{figure.get_attribute("data-record")}"'
+    page.click("#contents a >> nth=3")
 
 
 def test_the_page_needs_no_other_file(written):

@@ -11,41 +11,28 @@ BODY = """import sys
 from pathlib import Path
 folder = Path(sys.argv[sys.argv.index("--results") + 1])
 folder.mkdir(parents=True, exist_ok=True)
-(folder / sys.argv[1]).touch()
-sys.exit(int(sys.argv[2]))
+name, code = sys.argv[1]
+(folder / name).touch()
+sys.exit(int(code))
 """
 
 
-@pytest.fixture
-def fakes(in_tmp, monkeypatch):
-    """Three benchmarks that only leave a file, the second of which fails."""
+def test_what_fails_is_named_and_the_rest_or_some_is_measured(in_tmp, monkeypatch, capsys):
+    """Of three benchmarks that only leave a file, the second fails."""
     (in_tmp / "fake_benchmark.py").write_text(BODY)
     monkeypatch.setenv("PYTHONPATH", str(in_tmp))
-    runs = [
-        Benchmark(name, (name, code), 2.0, module="fake_benchmark") for name, code in zip("abc", "030", strict=True)
-    ]
+    runs = [Benchmark(each[0], (each,), 2.0, module="fake_benchmark") for each in ("a0", "b3", "c0")]
     monkeypatch.setitem(EDITIONS, "cpu", tuple(runs))
     monkeypatch.setattr(running, "own_folder", lambda machine: machine or "x")
-    return in_tmp / "results"
-
-
-def test_what_fails_is_named_and_the_rest_is_measured(fakes, capsys):
-    assert running.run_all((), fakes, "some-machine") == "some-machine"
-    assert {path.name for path in (fakes / "some-machine").iterdir()} == {"a", "b", "c", "commands.json"}
-    said = capsys.readouterr().out
-    assert "[1/3] about 6 min 0 s left: python -m fake_benchmark a 0" in said
-    assert "[3/3] about " in said  # faster than foreseen by now
-    assert "[3/3] about 2 min" not in said
-    assert "failed" in said
-
-
-def test_only_some(fakes):
-    running.run_all(("c", "a"), fakes, "x")
-    assert {path.name for path in (fakes / "x").iterdir()} == {"a", "c", "commands.json"}
+    for only, left in (((), "abc"), (("c", "a"), "ac")):
+        folder = in_tmp / left
+        assert running.run_all(only, folder, "some-machine") == "some-machine"
+        assert {path.name for path in (folder / "some-machine").iterdir()} == {*left, "commands.json"}
+        assert ("failed" in capsys.readouterr().out) == ("b" in left)
     with pytest.raises(UserError, match="--only d is no benchmark; there are a, b, c"):
-        running.run_all(("a", "d"), fakes, "x")
+        running.run_all(("a", "d"), in_tmp, "x")
     with pytest.raises(UserError, match="no benchmark could be run"):
-        running.run_all(("b",), fakes, "x")
+        running.run_all(("b",), in_tmp, "x")
 
 
 def test_only_this_machine_can_be_measured(monkeypatch):
