@@ -31,14 +31,7 @@ def blank(nbytes: int) -> Record:
 
 def test_sizes_are_read_in_thousands_or_1024s():
     assert collective.parse_sizes("512KB 1MB, 1.5GB 64 4KiB 2mib") == (512_000, 10**6, 15 * 10**8, 64, 4096, 2**21)
-    assert len(collective.parse_sizes(collective.COURSE_SIZES)) == 7
     assert [collective.size_name(nbytes) for nbytes in (64, 512_000, 10**9)] == ["64 B", "512 kB", "1 GB"]
-
-
-def test_bus_bandwidth_is_what_leaves_a_rank():
-    # 4 ranks reduce 100 MB in 50 ms: 2 GB/s of tensor, of which each rank sends 2 x 3/4.
-    speeds = collective.bandwidths(100_000_000, 4, 50.0)
-    assert speeds == {"algorithm_bytes_per_s": 2e9, "bus_bytes_per_s": 3e9}
 
 
 def test_an_all_reduce_takes_as_long_as_its_slowest_rank():
@@ -50,6 +43,9 @@ def test_an_all_reduce_takes_as_long_as_its_slowest_rank():
     assert metrics["rank_spread_ms"] == pytest.approx(2 / 3)
     assert metrics["rank_mean_ms"] == [3.0, 3.0]
     assert metrics["algorithm_bytes_per_s"] == pytest.approx(3000 / (10 / 3) * 1e3)
+    # 4 ranks reduce 100 MB in 50 ms: 2 GB/s of tensor, of which each rank sends 2 x 3/4.
+    speeds = collective.bandwidths(100_000_000, 4, 50.0)
+    assert speeds == {"algorithm_bytes_per_s": 2e9, "bus_bytes_per_s": 3e9}
     assert record.predicted == {"mean_ms": pytest.approx(0.5 + 2 * 1 / 2 * 3000 / 2e6 * 1e3)}
     assert (metrics["latency_ms"], metrics["link_bytes_per_s"]) == (0.5, 2e6)
     assert record.flags == ["noisy: standard deviation 46% of the mean"]
@@ -80,25 +76,18 @@ def test_of_the_ranks_of_a_machine_one_speaks(local_rank, monkeypatch, capsys):
     assert (said.out, said.err) == (("", "") if local_rank else ("a table\n", "error: what all ranks find\n"))
 
 
-def gather_case(group) -> list:
-    return harness.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU).tolist()
-
-
-def test_times_of_all_ranks_are_on_every_rank():
-    assert ranks.run(gather_case, 3) == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
-
-
-def shift_case(group) -> float:
+def messages_case(group) -> list:
+    times = harness.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU)
     inbox = torch.full((5,), -1.0)
     collective.make_shift(torch.full((5,), float(group.rank())), inbox, group, "gloo")()
-    assert inbox.unique().numel() == 1
-    return inbox[0].item()
+    return [times.tolist(), inbox.unique().tolist()]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_probe_sends_to_the_next_rank(count):
-    received = ranks.run(shift_case, count)
-    assert received == ([-1] if count == 1 else [(rank - 1) % count for rank in range(count)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_times_of_all_ranks_are_on_every_rank_and_the_probe_sends_to_the_next(count):
+    times = [[10 * rank + sample for sample in range(3)] for rank in range(count)]
+    previous = [-1] if count == 1 else [2, 0, 1]
+    assert ranks.run(messages_case, count) == [[times, [received]] for received in previous]
 
 
 def broken_case(group, where: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.lib import contest
-from benchmarks.lib.contest import Contest, Entry, Stopwatch, UnavailableError, spread
+from benchmarks.lib.contest import Contest, Entry, Stopwatch, UnavailableError
 from benchmarks.lib.kernel import theirs
 
 CPU = torch.device("cpu")
@@ -35,12 +35,8 @@ def test_candidates_take_turns_and_are_refused_for_a_reason():
     assert held.refusals == dict.fromkeys(("ours", "liger"), ("unsupported", why))
     assert held.faults == [f"ours: {why}"]
     held.entries["a"].samples["forward"], held.entries["b"].samples["forward"] = [2.0, 9.0, 4.0], [1.0, 3.0, 4.0]
-    assert held.against_others("a", "forward") == {
-        "best_other": "b",
-        "ratio_median": 2.0,
-        "ratio_low": 1.5,
-        "ratio_high": 2.5,
-    }
+    against = {"best_other": "b", "ratio_median": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
+    assert held.against_others("a", "forward") == against
     held.entries["c"] = Entry({}, samples={"forward": [5.0, 5.0, 5.0]})
     assert held.against_others("a", "forward")["best_other"] == "b"
     del held.entries["c"]
@@ -72,12 +68,6 @@ def test_a_peer_that_is_missing_says_so():
         theirs("Nobody's", "nobodys_package.ops", "norm")(None, CPU)
     with pytest.raises(UnavailableError, match="torch: "):
         theirs("torch", "torch", "no_such_norm")(None, CPU)
-
-
-def test_the_gates_places_reach_from_the_first_to_the_last():
-    assert spread(1000, 4, CPU).tolist() == [0, 333, 666, 999]
-    assert spread(3, 16, CPU).tolist() == [0, 1, 2]
-    assert spread(1, 16, CPU).tolist() == [0]
 
 
 class FakeGPU:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def run(*arguments: str) -> int:
     return run_command(e2e.main, ["--device", "cpu", *arguments])
 
 
-def lines(folder: Path) -> list[dict]:
+def records_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "e2e.jsonl").read_text().splitlines()]
 
 
@@ -38,7 +39,7 @@ def bench(usable: int, **settings) -> plan.Bench:
 
 def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
     assert run(*TINY, "--steps", "3") == 0
-    records = lines(in_tmp / "out")
+    records = records_of(in_tmp / "out")
     assert [r["config"]["mode"] for r in records] == list(MODES)
     shown = capsys.readouterr().out
     forward = sum(forward_flops(CONFIG, 1, 16).values())
@@ -59,7 +60,7 @@ def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
     short = (*TINY, "--mode", "forward", "--steps", "1")
     assert run(*short) == 0
     assert run(*short, "--kernels", "triton", "--attention", "flash") == 0
-    plain, fused = lines(in_tmp / "out")
+    plain, fused = records_of(in_tmp / "out")
     assert (fused["config"]["kernels"], fused["config"]["attention"]) == ("triton", "flash")
     assert "kernels" not in plain["config"]  # as in the records from before there was a choice
     what_ran = ("fused kernels in Triton's interpreter", "plain torch in place of the fused kernels")
@@ -97,34 +98,31 @@ def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypa
     just_forward = sum(observe_passes(CONFIG, 1, 16).memory("forward").values())
     monkeypatch.setattr(e2e, "usable_memory", lambda device: just_forward)
     assert run(*TINY, "--steps", "1") == 0
-    records = lines(in_tmp / "out")
+    records = records_of(in_tmp / "out")
     assert [r["status"] for r in records] == ["ok"] + ["out-of-memory"] * 3
     assert records[3]["samples_ms"] == []
     assert records[3]["predicted"]["peak_memory_bytes"] == sum(observe_passes(CONFIG, 1, 16).memory("step").values())
     assert capsys.readouterr().out.count("does not fit") == 6
 
 
-def explode(*_, **__):
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
-
-
 def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch):
-    monkeypatch.setattr(Workload, "run", explode)
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(Workload, "run", Mock(side_effect=error))
     assert run(*TINY) == 0
-    assert {r["status"] for r in lines(in_tmp / "out")} == {"out-of-memory"}
+    assert {r["status"] for r in records_of(in_tmp / "out")} == {"out-of-memory"}
 
 
 def test_what_was_measured_outlives_what_fails_later(in_tmp, monkeypatch):
     monkeypatch.setattr(Workload, "backward", lambda self: self.loss.fill_(float("nan")))
     assert run(*TINY, "--steps", "1") == 2
-    assert [(r["config"]["mode"], r["status"]) for r in lines(in_tmp / "out")] == [("forward", "ok")]
+    assert [(r["config"]["mode"], r["status"]) for r in records_of(in_tmp / "out")] == [("forward", "ok")]
 
 
 def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
     monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
     one_layer_each(monkeypatch, plan.PassSettings)
     assert run("--all-sizes", "--year", "2024", "--results", str(tmp_path)) == 0
-    records = lines(tmp_path)
+    records = records_of(tmp_path)
     assert [r["config"]["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "2.7B"]
     assert {r["status"] for r in records} == {"out-of-memory"}
 
@@ -157,10 +155,16 @@ def test_a_modes_peak_is_its_own():
     assert plan.peak_of(Measurement({}), "step", False) is None
 
 
-@pytest.mark.parametrize("warmup", ["0", "1"])
-def test_a_wrong_model_leaves_no_figure(warmup, monkeypatch, in_tmp, capsys):
+@pytest.mark.parametrize(("warmup", "order"), [("0", ["forward", "step", "gate"]), ("1", ["gate"])])
+def test_a_wrong_model_leaves_no_figure_and_a_warm_up_of_zero_keeps_the_start_cold(
+    warmup, order, monkeypatch, in_tmp, capsys
+):
+    began, true_run, true_check = [], Workload.run, e2e.check
     monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", lambda q, k, v, **_: v)
+    monkeypatch.setattr(e2e, "check", lambda case: began.append("gate") or true_check(case))
+    monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: began.append(mode) or true_run(self, mode, *rest))
     assert run(*TINY, "--steps", "1", "--warmup", warmup) == 2
+    assert began == order
     assert "is off its reference by" in capsys.readouterr().err
     assert (in_tmp / "out/e2e.jsonl").read_text() == ""
 
@@ -170,17 +174,6 @@ def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
     assert run("--smoke", "--compile") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: --compile needs one of g++, clang++, c++ on the PATH")
-
-
-def test_a_warm_up_of_zero_keeps_the_start_cold(in_tmp, monkeypatch):
-    order = []
-    monkeypatch.setattr(e2e, "check", lambda case: order.append("gate") or (0.0, 1.0))
-    true_run = Workload.run
-    monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: order.append(mode) or true_run(self, mode, *rest))
-    for warmup in "01":
-        run(*TINY, "--steps", "1", "--warmup", warmup)
-    assert order == ["forward", "step", "gate", "gate", "forward", "step"]
-    assert len(lines(in_tmp / "out")) == 8
 
 
 def test_a_workload_trains():

@@ -40,10 +40,12 @@ def write(folder, *records: Record) -> None:
         append_record(record, folder / f"{record.benchmark}.jsonl")
 
 
-def measured(folder) -> dict[str, str]:
+def measured(folder, *records: Record) -> list[str]:
+    """The third cells of the table of goals."""
+    write(folder / GPU_MACHINE, *records)
     rows = [line.strip("| ").split(" | ") for line in goals_table(folder).splitlines()[4:]]
     assert [row[0] for row in rows] == [goal.what for goal in GOALS]
-    return {row[0]: row[2] for row in rows}
+    return [row[2] for row in rows]
 
 
 def test_the_worst_of_our_own_counts(tmp_path):
@@ -51,38 +53,37 @@ def test_the_worst_of_our_own_counts(tmp_path):
     other = norm(4096, "forward", candidate="liger", copy_fraction_median=0.5)
     beyond = norm(65_536, "forward", copy_fraction_median=0.6)
     failed = replace(norm(1024, "forward"), status="out-of-memory", metrics={})
-    write(tmp_path / GPU_MACHINE, norm(1024, "forward", host_us=9.0), slow, other, beyond, failed)
-    found = list(measured(tmp_path).values())
-    assert found[0] == "91%"
-    assert found[1].startswith("not yet measured")  # no record of forward and backward
-    assert found[2:4] == ["1.10", "21.0 us"]
-
-
-def test_only_the_shapes_that_the_benchmark_names_count(tmp_path):
-    for what in ("forward", "forward-backward"):
-        good, bad = {"ratio_median": 0.8, "host_us": 9.0}, {"copy_fraction_median": 0.1, "ratio_median": 3.0}
-        bad["host_us"] = 90.0
-        named = norm(8192, what, rows=50_000, dtype="fp32", copy_fraction_median=0.96, **good)
-        unnamed = [norm(8192, what, rows=8, **bad), norm(8192, what, dtype="fp32", **bad), norm(1000, what, **bad)]
-        unnamed.append(norm(8192, what, rows=50_000, **bad))  # the course's, but in bf16
-        write(tmp_path / GPU_MACHINE, *unnamed)
-        wide = norm(
-            65_536, what, copy_fraction_median=0.5, host_us=12.0, ratio_median=0.85
-        )  # named, beyond 32K columns
-        write(tmp_path / GPU_MACHINE, named, wide)
-    assert list(measured(tmp_path).values())[:4] == ["96%", "96%", "0.85", "12.0 us"]
-
-
-def test_attention_and_the_loss(tmp_path):
     loss = fused("cross-entropy", "forward-backward", floor_ratio_median=1.2)
     exact = fused("cross-entropy", "forward-backward", dtype="fp32", floor_ratio_median=9.9)
     fast = attention(64, True, "forward-backward", median_ms=5.0)
-    slow = attention(64, True, "forward-backward", dtype="fp32", median_ms=50.0)
-    write(tmp_path / GPU_MACHINE, attention(128, False, "forward", flops_per_s=4.5e14), fast, slow, loss, exact)
-    assert list(measured(tmp_path).values())[4:] == ["450 TFLOP/s", "5 ms", "1.20"]
+    wide = attention(64, True, "forward-backward", dtype="fp32", median_ms=50.0)
+    flash = attention(128, False, "forward", flops_per_s=4.5e14)
+    found = measured(
+        tmp_path, norm(1024, "forward", host_us=9.0), slow, other, beyond, failed, flash, fast, wide, loss, exact
+    )
+    assert found[0] == "91%"
+    assert found[1].startswith("not yet measured")  # no record of forward and backward
+    assert found[2:] == ["1.10", "21.0 us", "450 TFLOP/s", "5 ms", "1.20"]
+
+
+def test_only_the_shapes_that_the_benchmark_names_count(tmp_path):
+    good, bad = {"ratio_median": 0.8, "host_us": 9.0}, {"copy_fraction_median": 0.1, "ratio_median": 3.0}
+    bad["host_us"] = 90.0
+    records = []
+    for what in ("forward", "forward-backward"):
+        records += [norm(8192, what, rows=8, **bad), norm(8192, what, dtype="fp32", **bad), norm(1000, what, **bad)]
+        records.append(norm(8192, what, rows=50_000, **bad))  # the course's, but in bf16
+        records.append(norm(8192, what, rows=50_000, dtype="fp32", copy_fraction_median=0.96, **good))
+        wide = {"copy_fraction_median": 0.5, "host_us": 12.0, "ratio_median": 0.85}
+        records.append(norm(65_536, what, **wide))  # named, beyond 32K columns
+    assert measured(tmp_path, *records)[:4] == ["96%", "96%", "0.85", "12.0 us"]
 
 
 def test_records_become_rows(tmp_path):
+    refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["quack is not installed"])
+    write(tmp_path / "test-gpu", refused)
+    (tmp_path / "test-gpu/attention.jsonl").touch()
+    assert kernel_pages(tmp_path) == []  # nothing to show
     full = replace(norm(1024, "forward-backward", "torch"), status="out-of-memory", flags=["needs 2 GiB"], metrics={})
     write(tmp_path / "test-gpu", norm(1024, "forward-backward"), full, attention(64, True, "forward-backward"))
     write(tmp_path / "test-gpu", fused("swiglu", "forward-backward"))
@@ -123,10 +124,3 @@ def test_only_whole_passes_are_shown_in_the_order_of_their_records(tmp_path):
         ["swiglu 8 x 64 bf16", "forward-backward"],
         ["adamw 12 x 16 x 64 fp32", "step"],
     ]
-
-
-def test_records_that_show_nothing_have_no_table(tmp_path):
-    refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["quack is not installed"])
-    write(tmp_path / "test-gpu", refused)
-    (tmp_path / "test-gpu/attention.jsonl").touch()
-    assert kernel_pages(tmp_path) == []

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ def quick_probe(monkeypatch):
     monkeypatch.setattr(leaderboard, "measure_once", lambda *_: Hardware("fast", 1e15, 1e15, "made up"))
 
 
+def records_of(folder):
+    return [json.loads(line) for line in (folder / "out/leaderboard.jsonl").read_text().splitlines()]
+
+
 def test_what_a_step_needs_is_that_of_the_hand_count():
     # Per block 4 attention matrices, 3 of the gated layer and 2 norms; an embedding, a head and the last norm.
     parameters = 34 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 2 * 151_936 * 4096 + 4096
@@ -43,10 +48,9 @@ def test_what_a_step_needs_is_that_of_the_hand_count():
 def test_the_step_is_scaled_to_what_fits():
     found = largest_step(FULL, None, 80 * GIB)
     assert 1 < found.config.num_layers < 34
-    assert found.bytes_needed <= 80 * GIB
     assert found.batch == 1
     deeper = replace(found, config=replace(found.config, num_layers=found.config.num_layers + 1))
-    assert deeper.bytes_needed > 80 * GIB
+    assert found.bytes_needed <= 80 * GIB < deeper.bytes_needed
     assert largest_step(FULL, 8, 80 * GIB) == LeaderboardStep(replace(FULL, num_layers=8), 2)
     with pytest.raises(UserError, match=r"--layers 34 at batch 1 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
         largest_step(FULL, 34, 80 * GIB)
@@ -65,7 +69,7 @@ def test_the_predicted_time_is_that_of_the_hand_count():
 def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     assert run_command(leaderboard.main, ["--device", "cpu", "--steps", "2", "--results", "out"]) == 0
-    skipped, done = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
+    skipped, done = records_of(in_tmp)
     assert (skipped["status"], skipped["flags"], skipped["samples_ms"]) == ("unsupported", ["needs a GPU"], [])
     assert skipped["predicted"]["flops"] == 3.5 * 4 * 16 * 16_384**2 * 64 / 2
     config, metrics = done["config"], done["metrics"]
@@ -80,10 +84,6 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
     assert "2 records appended" in shown
     assert "step-2026: 1 layer of width 32, batch 2 x 32 (the board's" in shown
     assert "best published" not in shown  # of another model
-    config = {"task": "step-2026", "d_model": leaderboard.FULL.d_model}
-    fields = {"config": config, "predicted": {"median_ms": 1.0, "flops": 1.0}, "samples_ms": [2.0], "metrics": {}}
-    leaderboard.finish(fields, Hardware("fast", 1e15, 1e15, "made up"), {})
-    assert "; best published, the whole task on two B200: 3,837 ms" in capsys.readouterr().out
 
 
 def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
@@ -151,39 +151,31 @@ def test_the_gate_sees_wrong_attention(wrong, message, monkeypatch):
         gate_step(step, CPU)
 
 
-def test_the_gate_sees_a_parameter_without_a_gradient(monkeypatch):
+def test_a_parameter_without_a_gradient_or_a_wrong_loss_gets_no_speed(in_tmp, monkeypatch, capsys):
     def freeze(model):
         torch.nn.Module.bfloat16(model)
         list(model.parameters())[-1].requires_grad_(False)
         return model
 
-    monkeypatch.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
-    with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
-        gate_step(LeaderboardStep(PLAIN, 2), CPU)
-
-
-def test_a_wrong_result_is_one_line_and_leaves_no_speed(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
-    right = leaderboard.lm_loss
-    factors = iter((1.0, 1.2))  # the candidate's, the reference's
+    with monkeypatch.context() as frozen:
+        frozen.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
+        with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
+            gate_step(LeaderboardStep(PLAIN, 2), CPU)
+    right, factors = leaderboard.lm_loss, iter((1.0, 1.2))  # the candidate's, the reference's
     monkeypatch.setattr(leaderboard, "lm_loss", lambda model, *batch: next(factors) * right(model, *batch))
     assert run_command(leaderboard.main, ["--device", "cpu", "--results", "out"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: step-2026: the loss of a block is off its ref")
-    assert [json.loads(line)["status"] for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines()] == [
-        "unsupported"
-    ]
+    assert [record["status"] for record in records_of(in_tmp)] == ["unsupported"]
 
 
 def test_running_out_of_memory_is_recorded(in_tmp, monkeypatch):
-    def explode(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
-    monkeypatch.setattr(leaderboard, "time_step", explode)
+    monkeypatch.setattr(leaderboard, "time_step", Mock(side_effect=error))
     assert run_command(leaderboard.main, ["--device", "cpu", "--task", "step-2026", "--results", "out"]) == 0
-    (record,) = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
-    assert record["status"] == "out-of-memory"
-    assert record["samples_ms"] == []
+    (record,) = records_of(in_tmp)
+    assert (record["status"], record["samples_ms"]) == ("out-of-memory", [])
 
 
 def test_a_loss_that_is_no_number_has_no_speed(monkeypatch):

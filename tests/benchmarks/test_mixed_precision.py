@@ -6,39 +6,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from benchmarks.mixed_precision import (
-    LOG_SOFTMAX,
-    LOSS,
-    NAMES,
-    PARAMETERS,
-    PRODUCTS,
-    STATISTICS,
-    SUMS,
-    TOY,
-    TRANSFORMER,
-    Part,
-    Sum,
-    account,
-    accumulate,
-    documented_for_cuda,
-    main,
-    probe,
-    probe_toy,
-    probe_transformer,
-    why,
-)
+from benchmarks.mixed_precision import LOG_SOFTMAX, LOSS, NAMES, PARAMETERS, PRODUCTS, STATISTICS, SUMS, TOY
+from benchmarks.mixed_precision import TRANSFORMER, Part, Sum, account, accumulate, documented_for_cuda, main, probe
+from benchmarks.mixed_precision import probe_toy, probe_transformer, why
 from benchmarks.records import read_records
 from cs336_systems.host.console import run_command
 
 CPU = torch.device("cpu")
 BITS = {"fp32": 24, "fp16": 11, "bf16": 8}  # of the significand, the leading one included
-COURSE = {
-    "fp32 += fp32": 10.0001,
-    "fp16 += fp16": 9.9531,
-    "fp32 += fp16": 10.0021,
-    "fp32 += fp16 cast to fp32": 10.0021,
-}
-OURS = {"bf16 += bf16": 4.0, "fp32 += bf16": 10.0098, "fp32 += bf16 cast to fp32": 10.0098}
 
 
 def rounded(x: Fraction, bits: int) -> Fraction:
@@ -78,7 +53,6 @@ def test_the_reasons_are_read_off_the_numbers():
         return why(case, account(case, result), uncast)
 
     assert "spaced 0.0078125 at 9.9531, so an addition there adds 0.0078125" in reason("fp16", "fp16", 9.953125)
-    assert "holds 0.01 as 0.010002136" in reason("fp16", "fp16", 9.953125)
     assert "spaced 0.03125 at 4, the term is less than half of that" in reason("bf16", "bf16", 4.0)
     assert "no addition rounds" in reason("fp32", "fp16", 10.00213623046875)
     assert "no addition rounds" not in reason("fp32", "fp16", 10.0021)
@@ -86,32 +60,14 @@ def test_the_reasons_are_read_off_the_numbers():
     assert "equal to the last bit" not in reason("fp32", "fp16", 10.0021, cast=True, uncast=10.0022)
 
 
-def forward_and_backward(precision: str, lowered: bool) -> Part:
-    dtype = precision if lowered else "fp32"
-    return Part(dtype, dtype)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_dtypes_of_the_toy_model_on_a_cpu(precision):
-    """Dtypes of this torch on a CPU; the lists for CUDA differ in the layer norm."""
-    low, wide = forward_and_backward(precision, True), forward_and_backward(precision, False)
-    assert probe_toy(CPU, precision) == {
-        PARAMETERS: wide,
-        "fc1 (Linear)": low,
-        "relu (ReLU)": low,
-        "ln (LayerNorm)": low,
-        "fc2 (Linear)": low,
-        LOSS: wide,
-        PRODUCTS: low,
-        STATISTICS: Part("fp32"),
-        LOG_SOFTMAX: wide,
-    }
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_dtypes_of_the_transformer_on_a_cpu(precision):
     parts = probe_transformer(CPU, precision)
-    low = forward_and_backward(precision, True)
+    low = Part(precision, precision)
     linear = [part for name, part in parts.items() if name.endswith("(Linear)")]
     assert len(linear) == 4 + 3 + 1
     assert all(part == low for part in [*linear, parts[PRODUCTS], parts["blocks.0.attention (SelfAttention)"]])
@@ -139,17 +95,6 @@ def test_what_is_seen_is_what_runs():
     }
 
 
-def test_what_is_documented_for_cuda():
-    assert set(documented_for_cuda("fp32").values()) == {"fp32"}
-    documented = documented_for_cuda("fp16")
-    assert documented.keys() <= probe_toy(CPU, "fp16").keys()
-    assert [name for name, dtype in documented.items() if dtype == "fp16"] == [
-        "fc1 (Linear)",
-        "relu (ReLU)",
-        "fc2 (Linear)",
-        PRODUCTS,
-    ]
-    assert set(documented.values()) == {"fp16", "fp32"}
 
 
 @pytest.mark.gpu
@@ -160,15 +105,11 @@ def test_cuda_does_what_is_documented(precision):
     assert {name: parts[name].forward for name in documented_for_cuda(precision)} == documented_for_cuda(precision)
 
 
-def run(*words: str, capsys) -> tuple[int, str, str]:
-    status = run_command(main, [*words])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
 
 
 def test_the_command_prints_and_records_both_lessons(in_tmp, capsys):
-    status, out, _ = run("--device", "cpu", "--results", "out", "--commit", "abc", capsys=capsys)
-    assert status == 0
+    assert run_command(main, ["--device", "cpu", "--results", "out", "--commit", "abc"]) == 0
+    out = capsys.readouterr().out
     for figure in ("10.0001", "9.9531", "10.0021", "4.0000"):
         assert f" {figure} " in out
     assert "bf16 += bf16: stuck: " in out
@@ -176,22 +117,25 @@ def test_the_command_prints_and_records_both_lessons(in_tmp, capsys):
     assert out.endswith("7 records appended to out/mixed_precision.jsonl\n")
     records = read_records(in_tmp / "out/mixed_precision.jsonl")
     assert len(records) == 7  # none replaces another
-    sums = records[0].metrics["sums"]
-    assert {name: round(facts["sum"], 4) for name, facts in sums.items()} == COURSE | OURS
     assert {(r.config["model"], r.config["precision"]) for r in records[1:]} == {
         (model, precision) for model in (TOY, TRANSFORMER) for precision in ("fp32", "bf16", "fp16")
     }
-    toy = next(r for r in records if r.config.get("model") == TOY and r.config["precision"] == "fp16")
-    assert toy.metrics["parts"]["fc1 (Linear)"] == {"forward": "fp16", "backward": "fp16"}
-    assert toy.metrics["parts"][PARAMETERS] == {"forward": "fp32", "backward": "fp32"}
-    assert toy.metrics["documented_for_cuda"]["ln (LayerNorm)"] == "fp32"
+    toy = next(r for r in records if r.config.get("model") == TOY and r.config["precision"] == "fp16").metrics
+    low, wide = {"forward": "fp16", "backward": "fp16"}, {"forward": "fp32", "backward": "fp32"}
+    on_cuda = dict.fromkeys(("fc1 (Linear)", "relu (ReLU)", "fc2 (Linear)", PRODUCTS), low)
+    norm = {"ln (LayerNorm)": low, STATISTICS: {"forward": "fp32", "backward": ""}}
+    assert toy["parts"] == on_cuda | norm | dict.fromkeys((PARAMETERS, LOSS, LOG_SOFTMAX), wide)
+    documented = dict.fromkeys(on_cuda, "fp16") | dict.fromkeys((PARAMETERS, "ln (LayerNorm)", LOSS, LOG_SOFTMAX), "fp32")
+    assert toy["documented_for_cuda"] == documented
     assert [r.environment["commit"] for r in records] == ["abc"] * 7
 
 
 def test_one_lesson(in_tmp, capsys):
-    status, out, _ = run("dtypes", "--device", "cpu", "--smoke", capsys=capsys)
-    assert (status, "bf16: forward" in out, "+=" in out) == (0, True, False)
+    assert run_command(main, ["dtypes", "--device", "cpu", "--smoke"]) == 0
+    assert "bf16: forward" in (out := capsys.readouterr().out)
+    assert "+=" not in out
     assert not list(in_tmp.iterdir())  # as it is a smoke run
-    status, out, _ = run("accumulation", "--device", "cpu", "--results", ".", capsys=capsys)
-    assert (status, "1 record appended" in out, "LayerNorm" in out) == (0, True, False)
+    assert run_command(main, ["accumulation", "--device", "cpu", "--results", "."]) == 0
+    assert "1 record appended" in (out := capsys.readouterr().out)
+    assert "LayerNorm" not in out
     assert json.loads((in_tmp / "mixed_precision.jsonl").read_text())["samples_ms"] == []
