@@ -131,40 +131,27 @@ def test_it_says_how_long_first_and_goes_on_where_it_stopped(fakes, capsys):
     assert "commands.json is no list of commands with their seconds" in capsys.readouterr().err
 
 
-def test_what_hangs_is_stopped_with_all_it_started(fakes, monkeypatch, capsys):
-    folder, wait, begun = fakes(fake("hang", seconds=0.3), fake("ok")), running.subprocess.Popen.wait, time.monotonic()
+@pytest.mark.parametrize("sigterm", [False, True])
+def test_what_hangs_or_is_under_way_at_sigterm_is_ended_with_all_it_started(sigterm, fakes, monkeypatch, capsys):
+    folder, begun = fakes(fake("hang", seconds=20.0 if sigterm else 0.3), fake("ok")), time.monotonic()
+    wait, handler = running.subprocess.Popen.wait, signal.getsignal(signal.SIGTERM)
 
     def late(process, seconds=None):
         if seconds is not None:
             await_child(folder)
+            if sigterm:
+                os.kill(os.getpid(), signal.SIGTERM)
         return wait(process, seconds)
 
     monkeypatch.setattr(running.subprocess.Popen, "wait", late)
-    assert suite() == 2
+    assert suite() == (130 if sigterm else 2)
+    assert_all_gone(folder)
     assert time.monotonic() - begun < 50  # of the 60 that it would sleep
-    assert_all_gone(folder)
-    assert capsys.readouterr().err.splitlines() == ["error: 1 of 2 commands went wrong: python -m fake hang (stopped)"]
-    assert log(folder, "ok")
-
-
-def test_sigterm_ends_what_is_under_way(fakes, monkeypatch, capsys):
-    folder, handler = fakes(fake("hang"), fake("ok")), signal.getsignal(signal.SIGTERM)
-    wait = running.subprocess.Popen.wait
-
-    def interrupted(process, seconds=None):
-        if seconds is None:
-            return wait(process)
-        await_child(folder)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return wait(process, seconds)
-
-    monkeypatch.setattr(running.subprocess.Popen, "wait", interrupted)
-    assert suite() == 130
-    assert_all_gone(folder)
-    assert not list(folder.glob("logs/*ok.log"))
-    assert not (folder / "out/commands.json").exists()
+    stopped = "error: 1 of 2 commands went wrong: python -m fake hang (stopped)"
+    assert capsys.readouterr().err.splitlines()[-1] == ("interrupted" if sigterm else stopped)
+    assert len(list(folder.glob("logs/*ok.log"))) == (not sigterm)
+    assert (folder / "out/commands.json").exists() == (not sigterm)
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
 
 
 def test_what_lacks_gpus_root_or_time_is_left_out(fakes, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """The benchmark of the fused kernels: what it counts, gates, measures, leaves out and records."""
 
-import json
 import statistics
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from benchmarks.fused import KERNELS
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import kernel_run, row_kernels
 from benchmarks.lib.kernel import SizedTask, always
+from benchmarks.records import read_records
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference
@@ -64,18 +64,18 @@ def test_bytes_flops_and_peaks_are_those_of_the_hand_count():
 def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
     chosen = [word for name in ("torch", "torch-fused", "eager", "liger") for word in ("--candidate", name)]
     assert run_command(fused.main, [*FAST, *chosen]) == 0
-    records = [json.loads(line) for line in (in_tmp / "out/fused.jsonl").read_text().splitlines()]
-    found = {(r["config"]["kernel"], r["config"]["pass"], r["config"]["candidate"]): r for r in records}
+    records = read_records(in_tmp / "out/fused.jsonl")
+    found = {(r.config["kernel"], r.config["pass"], r.config["candidate"]): r for r in records}
     assert len(found) == 2 * (2 + 2 + 2) + 3 + 4
     for (name, what, candidate), record in found.items():
-        kernel, config = KERNELS[name], record["config"]
+        kernel, config = KERNELS[name], record.config
         assert tuple(config[size] for size in kernel.sizes_are) == kernel.tiny
         if candidate == "liger":
-            assert record["flags"] == ["Liger-Kernel is not installed"]
+            assert record.flags == ["Liger-Kernel is not installed"]
             continue
         task = SizedTask(name, kernel.tiny, config["dtype"], what)
-        metrics, predicted = record["metrics"], record["predicted"]
-        assert len(record["samples_ms"]) == 4
+        metrics, predicted = record.metrics, record.predicted
+        assert len(record.samples_ms) == 4
         assert metrics.get("flops", 0) == kernel.flops(task, what)
         work, size = metrics.get("flops", 0), metrics.get("bytes", 0)
         assert size == 0 or metrics["bytes_per_s"] == pytest.approx(1e3 * size / metrics["median_ms"])
@@ -85,12 +85,12 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
             continue
         assert metrics["bytes"] == kernel.moved(task, CPU)
         assert predicted["peak_memory_bytes"] == kernel.peak_bytes(candidate, task)
-        floor = found[name, what, kernel.floor]["samples_ms"]
-        pairs = [a / b for a, b in zip(record["samples_ms"], floor, strict=True)]
+        floor = found[name, what, kernel.floor].samples_ms
+        pairs = [a / b for a, b in zip(record.samples_ms, floor, strict=True)]
         assert metrics["floor_ratio_median"] == pytest.approx(statistics.median(pairs))
         assert metrics["floor"] == {"cross-entropy": "matmuls"}.get(name, "copy")
         assert metrics["gate_error"] < 0.01
-    assert found["adamw", "step", "eager"]["metrics"]["best_other"] == "torch-fused"
+    assert found["adamw", "step", "eager"].metrics["best_other"] == "torch-fused"
     shown = capsys.readouterr().out
     assert "cross-entropy 8 x 16 x 100 bf16" in shown
     assert "of floor" in shown

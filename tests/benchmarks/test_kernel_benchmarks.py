@@ -1,6 +1,5 @@
 """The benchmarks of norms and attention: what they count, gate, measure, leave out, record and print."""
 
-import json
 import statistics
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from benchmarks.lib.kernel import SizedTask
 from benchmarks.lib.kernel_run import Session
 from benchmarks.lib.options import Recorder
 from benchmarks.lib.row_kernels import norm_bytes
+from benchmarks.records import read_records
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference
@@ -34,12 +34,8 @@ def quick_probe(monkeypatch):
     monkeypatch.setattr(kernel_run, "measure_once", lambda *_: Hardware("fast", 1e15, 1e15, "made up"))
 
 
-def lines(folder, benchmark):
-    return [json.loads(line) for line in (folder / f"out/{benchmark}.jsonl").read_text().splitlines()]
-
-
 def by_name(records, what):
-    return {r["config"]["candidate"]: r for r in records if r["config"]["pass"] == what}
+    return {r.config["candidate"]: r for r in records if r.config["pass"] == what}
 
 
 def test_bytes_flops_and_peaks_are_those_of_the_hand_count():
@@ -63,21 +59,21 @@ def test_bytes_flops_and_peaks_are_those_of_the_hand_count():
 def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsys):
     """What it has beside the run of tests/benchmarks/test_fused.py: a copy for a floor, and a ratio to the others."""
     assert run_command(norms.main, [*TINY_NORM]) == 0
-    records = lines(in_tmp, "norms")
+    records = read_records(in_tmp / "out/norms.jsonl")
     assert len(records) == 2 * 3
     for what in ("forward", "forward-backward"):
         found = by_name(records, what)
         assert set(found) == {"layernorm", "eager", "copy"}
         for record in found.values():
-            assert record["config"] | {"rows": 32, "columns": 64, "dtype": "fp32"} == record["config"]
-            assert record["metrics"]["bytes"] == norm_bytes(32, 64, 4, what, 0)
+            assert record.config | {"rows": 32, "columns": 64, "dtype": "fp32"} == record.config
+            assert record.metrics["bytes"] == norm_bytes(32, 64, 4, what, 0)
         eager = found["eager"]
-        against = {name: zip(eager["samples_ms"], found[name]["samples_ms"], strict=True) for name in found}
+        against = {name: zip(eager.samples_ms, found[name].samples_ms, strict=True) for name in found}
         copies = [b / a for a, b in against["copy"]]
-        assert eager["metrics"]["copy_fraction_median"] == pytest.approx(statistics.median(copies))
+        assert eager.metrics["copy_fraction_median"] == pytest.approx(statistics.median(copies))
         pairs = [a / b for a, b in against["layernorm"]]
-        assert eager["metrics"]["ratio_median"] == pytest.approx(statistics.median(pairs))
-        assert eager["metrics"]["best_other"] == "layernorm"
+        assert eager.metrics["ratio_median"] == pytest.approx(statistics.median(pairs))
+        assert eager.metrics["best_other"] == "layernorm"
     shown = capsys.readouterr().out
     assert "32 x 64 fp32" in shown
     assert "of copy" in shown
@@ -87,90 +83,56 @@ def test_a_run_of_attention_records_time_memory_and_refusals(in_tmp, capsys):
     names = ("eager", "sdpa-flash", "sdpa-cudnn")
     options = [word for name in names for word in ("--candidate", name)]
     assert run_command(attention.main, [*TINY_FLASH, *options]) == 0
-    records = lines(in_tmp, "attention")
+    records = read_records(in_tmp / "out/attention.jsonl")
     for what, share in (("forward", 1), ("backward", 2.5), ("forward-backward", 3.5)):
         found = by_name(records, what)
-        assert found["sdpa-cudnn"]["status"] == "unsupported"
-        assert found["sdpa-cudnn"]["samples_ms"] == []
+        assert found["sdpa-cudnn"].status == "unsupported"
+        assert found["sdpa-cudnn"].samples_ms == []
         for name in names[:2]:
-            record, metrics = found[name], found[name]["metrics"]
+            record, metrics = found[name], found[name].metrics
             assert metrics["flops"] == share * 4 * 32 * 32 * 16 / 2
-            assert record["predicted"]["median_ms"] == pytest.approx(1e3 * metrics["flops"] / 1e15)
+            assert record.predicted["median_ms"] == pytest.approx(1e3 * metrics["flops"] / 1e15)
             assert metrics["mfu"] == pytest.approx(metrics["flops_per_s"] / 1e15)
-            assert len(record["samples_ms"]) == 4
+            assert len(record.samples_ms) == 4
             assert metrics["gate_error"] < 1e-5
         # q, k, v and the weights, (1 32 16) and (1 32 32), in float32
-        assert found["eager"]["metrics"]["before_backward_bytes"] == 3 * 32 * 16 * 4 + 32 * 32 * 4
+        assert found["eager"].metrics["before_backward_bytes"] == 3 * 32 * 16 * 4 + 32 * 32 * 4
     shown = capsys.readouterr().out
     assert "1 x 32 x 16 fp32 causal" in shown
     assert "sdpa-cudnn: PyTorch has no such kernel for these inputs" in shown
 
 
-class WrongWeightGradient(torch.autograd.Function):
-    """RMSNorm whose weight's gradient forgets a row, the last."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return reference.rmsnorm(x, weight, row_kernels.EPS)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_x = reference.rmsnorm_backward_x(grad, x, weight, row_kernels.EPS)
-        return grad_x, reference.rmsnorm_backward_g(grad[:-1], x[:-1], weight, row_kernels.EPS)
-
-
-def test_the_gate_sees_every_gradient_and_the_last_row():
-    task = SizedTask("norm", (1000, 16), "fp32", "forward-backward")
+def test_the_gates_see_every_gradient_and_the_last_row():
+    task, norm = SizedTask("norm", (1000, 16), "fp32", "forward-backward"), row_kernels.rmsnorm
     inputs = norms.NORM.inputs(task, CPU)
-    assert norms.NORM.gate("eager", row_kernels.rmsnorm, task, inputs) < 1e-6
+    assert norms.NORM.gate("eager", norm, task, inputs) < 1e-6
     assert norms.NORM.gate("layernorm", row_kernels.layernorm, task, inputs) < 1e-6
-    with pytest.raises(WrongResultError, match="shy's gradient of weight is off"):
-        norms.NORM.gate("shy", WrongWeightGradient.apply, task, inputs)
-    with pytest.raises(WrongResultError, match="layernorm's gradient of bias is off"):
-        norms.NORM.gate("layernorm", lambda x, w, b: row_kernels.layernorm(x, w, b.detach() + 0 * b), task, inputs)
+    for name, what, wrong in (
+        ("shy", "gradient of weight", lambda x, w: torch.cat((norm(x[:-1], w), norm(x[-1:], w.detach())))),
+        ("layernorm", "gradient of bias", lambda x, w, b: row_kernels.layernorm(x, w, b.detach() + 0 * b)),
+        ("short", "y", lambda x, w: torch.cat((norm(x[:-1], w), x[-1:]))),
+    ):
+        with pytest.raises(WrongResultError, match=f"{name}'s {what} is off"):
+            norms.NORM.gate(name, wrong, task, inputs)
 
-    def forgets_the_last_row(x, weight):
-        return torch.cat((row_kernels.rmsnorm(x[:-1], weight), x[-1:]))
-
-    with pytest.raises(WrongResultError, match="short's y is off"):
-        norms.NORM.gate("short", forgets_the_last_row, task, inputs)
+    flash, queries = AttentionTask("flash", 2, 50, 16, "fp32", causal=True), torch.tensor([0, 3, 49])
+    inputs = attention.inputs(flash, CPU)
+    q, k, v = inputs.leaves.values()
+    few = some_queries(q[:, queries], k, v, queries, True)  # which are all that the gate needs
+    assert torch.allclose(few, reference.attention(q, k, v, True)[0][:, queries], atol=1e-6)
+    wrong = lambda q, k, v: reference.attention(q, 4 * k - 3 * k.detach(), v, True)[0]  # noqa: E731
+    with pytest.raises(WrongResultError, match="unscaled's gradient of k is off"):
+        attention.gate("unscaled", wrong, flash, inputs)
 
 
 def test_wrong_attention_gets_no_speed(in_tmp, monkeypatch):
     right = attention.naive_attention
     monkeypatch.setattr(attention, "naive_attention", lambda q, k, v, bias: right(q, k, v, None))  # no mask
     assert run_command(attention.main, [*TINY_FLASH, "--candidate", "eager", "--candidate", "sdpa-math"]) == 2
-    found = by_name(lines(in_tmp, "attention"), "forward")
-    assert "wrong result: eager's output" in found["eager"]["flags"][0]
-    assert found["eager"]["samples_ms"] == []
-    assert found["sdpa-math"]["status"] == "ok"
-
-
-class WrongKeyGradient(torch.autograd.Function):
-    """Attention whose dK lacks the scale."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        o, lse = reference.attention(q, k, v, True)
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o
-
-    @staticmethod
-    def backward(ctx, grad):
-        dq, dk, dv = reference.attention_backward(grad, *ctx.saved_tensors, True)
-        return dq, 4 * dk, dv
-
-
-def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
-    task = AttentionTask("flash", 2, 50, 16, "fp32", causal=True)
-    inputs, queries = attention.inputs(task, CPU), torch.tensor([0, 3, 49])
-    q, k, v = inputs.leaves.values()
-    few = some_queries(q[:, queries], k, v, queries, True)
-    assert torch.allclose(few, reference.attention(q, k, v, True)[0][:, queries], atol=1e-6)
-    with pytest.raises(WrongResultError, match="unscaled's gradient of k is off"):
-        attention.gate("unscaled", WrongKeyGradient.apply, task, inputs)
+    found = by_name(read_records(in_tmp / "out/attention.jsonl"), "forward")
+    assert "wrong result: eager's output" in found["eager"].flags[0]
+    assert found["eager"].samples_ms == []
+    assert found["sdpa-math"].status == "ok"
 
 
 @needs_interpreter
@@ -183,14 +145,14 @@ def test_a_dim_that_our_kernel_cannot_do_makes_it_unavailable():
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(kernel_run, "usable_memory", lambda device: 17_000)
     assert run_command(norms.main, [*TINY_NORM]) == 0
-    assert {r["status"] for r in lines(in_tmp, "norms")} == {"out-of-memory"}
+    assert {r.status for r in read_records(in_tmp / "out/norms.jsonl")} == {"out-of-memory"}
     options = ("--candidate", "eager", "--candidate", "sdpa-flash")
     assert run_command(attention.main, [*TINY_FLASH, *options]) == 0
-    found = by_name(lines(in_tmp, "attention"), "forward")
-    assert found["eager"]["status"] == "out-of-memory"
-    assert found["eager"]["flags"] == ["needs 32.0 KiB, 16.6 KiB usable"]
-    assert found["eager"]["predicted"]["peak_memory_bytes"] == 32 * 2**10
-    assert found["sdpa-flash"]["status"] == "ok"
+    found = by_name(read_records(in_tmp / "out/attention.jsonl"), "forward")
+    assert found["eager"].status == "out-of-memory"
+    assert found["eager"].flags == ["needs 32.0 KiB, 16.6 KiB usable"]
+    assert found["eager"].predicted["peak_memory_bytes"] == 32 * 2**10
+    assert found["sdpa-flash"].status == "ok"
     assert "needs 32.0 KiB, 16.6 KiB usable" in capsys.readouterr().out
 
 
@@ -198,7 +160,9 @@ def test_the_budget_lets_no_other_shape_begin(in_tmp, monkeypatch, capsys):
     ticks = iter(range(100))
     monkeypatch.setattr(kernel_run, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     assert run_command(norms.main, [*TINY_NORM, "--columns", "32", "--budget", "1.5"]) == 0
-    assert {(r["config"]["columns"], r["config"]["pass"]) for r in lines(in_tmp, "norms")} == {(64, "forward")}
+    assert {(r.config["columns"], r.config["pass"]) for r in read_records(in_tmp / "out/norms.jsonl")} == {
+        (64, "forward")
+    }
     left_out = "norm 32 x 64 fp32 forward-backward; norm 32 x 32 fp32 forward;"
     shown = " ".join(capsys.readouterr().out.split())
     assert f"not begun: the budget of 1.5 s is used up: {left_out}" in shown

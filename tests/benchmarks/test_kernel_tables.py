@@ -94,33 +94,3 @@ def test_records_become_rows(tmp_path):
     assert "| 16 x 16384 x 64 bf16 causal | forward-backward | ours | 1 ms ± 1% | 1 ms | 400 T | 50% |" in attentions
     assert "| swiglu 8 x 64 bf16 | forward-backward | ours | 1 ms ± 1% | 900 us | 4 TB/s | 93% |" in others
     assert measured_tables(tmp_path, "kernels") == f"{goals}\n\n{norms}\n\n{attentions}\n\n{others}"
-
-
-def rows(table: str) -> list[list[str]]:
-    """The first three cells of each row."""
-    return [line.strip("| ").split(" | ")[:3] for line in table.splitlines()[4:]]
-
-
-def test_only_whole_passes_are_shown_in_the_order_of_their_records(tmp_path):
-    refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["no such columns"])
-    passes = ("forward", "forward-backward")
-    write(tmp_path / "test-gpu", *(norm(4096, what, dtype=dtype) for dtype in ("fp32", "bf16") for what in passes))
-    write(tmp_path / "test-gpu", refused, norm(1024, "forward-backward"))
-    kept = [attention(64, True, what) for what in ("forward", "backward", "forward-backward")]
-    write(tmp_path / "test-gpu", *kept, attention(128, False, "forward"))
-    write(tmp_path / "test-gpu", *(fused("swiglu", what) for what in passes), fused("adamw", "step", "fp32"))
-    norms, attentions, others = map(rows, kernel_pages(tmp_path)[1:])
-    assert norms == [
-        ["32768 x 4096 fp32", "forward", "ours"],
-        ["32768 x 4096 fp32", "forward-backward", "ours"],
-        ["32768 x 4096 bf16", "forward-backward", "ours"],
-        ["32768 x 1024 bf16", "forward-backward", "ours"],
-    ]
-    assert [row[:2] for row in attentions] == [
-        ["16 x 16384 x 64 bf16 causal", "forward-backward"],
-        ["16 x 16384 x 128 bf16", "forward"],
-    ]
-    assert [row[:2] for row in others] == [
-        ["swiglu 8 x 64 bf16", "forward-backward"],
-        ["adamw 12 x 16 x 64 fp32", "step"],
-    ]

@@ -1,7 +1,8 @@
 """The benchmark of one expert layer: what it counts, what its gate refuses, and what it says of bad input."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import expert_layer, launcher
 from benchmarks.lib.expert_layer import Bench, Candidate, Way, build_layer
-from benchmarks.lib.expert_tables import layers, show
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
@@ -25,14 +25,18 @@ TINY = {"experts": 8, "tokens": 16, "d_model": 8, "d_ff": 16, "eval_fraction": 1
 IDEAL = Hardware("ideal", 1e9, 1e9, "made by hand")
 
 
-class Alone:
-    """A group of one."""
+@dataclass(frozen=True)
+class Ranks:
+    """A group that is not there: of one rank, unless told otherwise."""
+
+    count: int = 1
+    number: int = 0
 
     def size(self) -> int:
-        return 1
+        return self.count
 
     def rank(self) -> int:
-        return 0
+        return self.number
 
 
 def ways(**settings) -> list[Way]:
@@ -110,17 +114,9 @@ def test_the_gate_sees_wrong_layers_on_all_ranks():
 
 def test_experts_have_the_same_weights_on_any_number_of_ranks():
     config = moe_layer.MoELayerSettings(**TINY).sort().config
-    whole = build_layer(config, Alone()).state_dict()
+    whole = build_layer(config, Ranks()).state_dict()
     assert whole["experts.up.bias"].abs().min() > 0
-
-    class Second(Alone):
-        def size(self) -> int:
-            return 4
-
-        def rank(self) -> int:
-            return 1
-
-    part = build_layer(config, Second())
+    part = build_layer(config, Ranks(4, 1))
     for name, value in part.state_dict().items():
         assert torch.equal(value, whole[name][2:4] if "experts" in name else whole[name]), name
     assert (part.dispatcher.local, part.experts.first) == (2, 2)
@@ -128,90 +124,50 @@ def test_experts_have_the_same_weights_on_any_number_of_ranks():
 
 def test_the_published_layer_is_padded_twelve_times():
     einsum, sort, dropless = ways()
-    said = {way.name: way.predict(2048, 2, IDEAL) for way in (einsum, sort, dropless)}
-    assert einsum.slots(2048) == 103
-    assert said["einsum"]["all_to_all_bytes"] == 512 * 103 * 64 * 4
-    assert said["sort"]["all_to_all_bytes"] == said["sort, dropless"]["all_to_all_bytes"] == 4096 * 64 * 4
-    assert said["einsum"]["all_to_all_bytes"] / said["sort"]["all_to_all_bytes"] == 12.875
+    padded, kept, free = (way.predict(2048, 2, IDEAL) for way in (einsum, sort, dropless))
+    assert padded["all_to_all_bytes"] == 512 * 103 * 64 * 4
+    assert kept["all_to_all_bytes"] == free["all_to_all_bytes"] == 4096 * 64 * 4
     # Two products with the one-hot tensor, its two outer products, and all slots through the experts.
     router = 2 * 2048 * 64 * 512
-    assert said["sort"]["flops"] == router + 4096 * 4 * 64 * 256
-    assert said["einsum"]["flops"] == router + 52_736 * (4 * 64 * 256 + 4 * 2048 * 64 + 4 * 2048)
+    assert kept["flops"] == router + 4096 * 4 * 64 * 256
+    assert padded["flops"] == router + 52_736 * (4 * 64 * 256 + 4 * 2048 * 64 + 4 * 2048)
     assert einsum.predict(2048, 1, IDEAL)["all_to_all_bytes"] == 0
 
 
-def candidates(monkeypatch) -> list[Candidate]:
-    """The candidates of one rank, with nothing measured."""
-    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
+def test_ratios_are_of_pairs_in_one_round():
     every = ways(**TINY)
-    bench = Bench(every[1].config, 0.0, Alone())
-    found = [Candidate(bench, way, {"link": "a string"}) for way in every]
-    for each in found:
-        each.baseline = found[1]
-        each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
-    return found
-
-
-def test_ratios_are_of_pairs_in_one_round(monkeypatch):
-    einsum, sort, _ = candidates(monkeypatch)
+    bench = Bench(every[1].config, 0.0, Ranks())
+    sort = Candidate(bench, every[1], {}, sent={"layer_bytes": 100.0})
+    einsum = Candidate(bench, every[0], {"link": "a string"}, sort, {"layer_bytes": 1200.0})
     einsum.laps = [[40.0, 30.0, 0.0], [90.0, 30.0, 0.0], [60.0, 0.0, 0.0]]
     sort.laps = [[10.0, 5.0, 0.0], [10.0, 0.0, 0.0], [20.0, 0.0, 0.0]]
-    einsum.sent, sort.sent = {"layer_bytes": 1200.0}, {"layer_bytes": 100.0}
     record = einsum.record("moe_layer", 1, {}, {})
     assert record.samples_ms == [40.0, 90.0, 60.0]
-    assert record.metrics["ratio_median"] == 4.0
-    assert record.metrics["user_ratio_median"] == 3.0
-    assert record.metrics["bytes_ratio"] == 12.0
+    ratios = [record.metrics[name] for name in ("ratio_median", "user_ratio_median", "bytes_ratio")]
+    assert ratios == [4.0, 3.0, 12.0]
     assert record.config["link"] == "a string"
     assert record.flags == ["noisy: standard deviation 40% of the mean"]
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
-    einsum = ways()[0]
-    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
-    assert einsum.too_large(2048, Alone()) == (
-        "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
-        "usable"
-    )
-    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**31)
-    assert einsum.too_large(2048, Alone()) == ""
-    assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Alone())
+    einsum, have = ways()[0], 2**30
+    monkeypatch.setattr(expert_layer, "room", lambda group, device: have)
+    said = "2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are usable"
+    assert einsum.too_large(2048, Ranks()) == f"one-hot tensors of {said}"
+    have = 2**31
+    assert einsum.too_large(2048, Ranks()) == ""
+    assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Ranks())
     with pytest.raises(UserError, match=r"^100000000 tokens and 512 experts need .* where 2\.0 GiB are usable"):
-        Bench(ways(tokens=100_000_000)[1].config, 0.0, Alone())
+        Bench(ways(tokens=100_000_000)[1].config, 0.0, Ranks())
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
-    started = []
-
-    def run(self, ranks, work, settings, *_):
-        started.append((ranks, settings))
-        return {"records": []}
-
+    run = Mock(return_value={"records": []})
     monkeypatch.setattr(launcher.Launcher, "run", run)
     assert run_command(moe_layer.main, ["--smoke"]) == 0
-    [(nproc, settings)] = started
-    assert nproc == 2
-    assert settings.tokens <= 64
+    nproc, _, settings, *_ = run.call_args.args
+    assert (nproc, settings.tokens <= 64) == (2, True)
     assert not list(in_tmp.iterdir())
-
-
-def test_the_table_has_a_column_a_candidate(capsys, monkeypatch):
-    stamp = {"threads": 1, "device": "abacus", "cores": 2, "torch": "2", "commit": "c", "dirty": False, "date": "today"}
-    records, stamp = [], stamp | {"backend": "gloo"}
-    every = candidates(monkeypatch)
-    for scale, each in zip((60.0, 1.0, 2.0), every, strict=True):
-        each.laps = [[1500.0 * scale, 0.0, 1000.0]]
-    for each in every:
-        records.append(each.record("moe_layer", 1, each.way.predict(16, 1, IDEAL), stamp))
-    show(layers, records)
-    shown = capsys.readouterr().out
-    assert "gloo ranks of 1 thread(s) on abacus, 2 cores" in shown
-    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown.splitlines() if line.startswith("│")}
-    assert [cell.strip() for cell in lines["CPU time"]] == ["1 min 30 s", "1.5 s", "3.0 s"]
-    assert lines["over that of sort, median"][0].strip() == "60"
-    assert [cell.strip() for cell in lines["choices dropped"]] == ["25.0%"] * 3
-    assert [cell.strip() for cell in lines["rows in an all-to-all"]] == ["none"] * 3
-    assert [cell.strip() for cell in lines["memory, at most"]] == ["unknown"] * 3
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():

@@ -1,10 +1,14 @@
-"""Records: the line that is written is the record that is read, and the tables are made from nothing else."""
+"""Records: what is written is read, what else there is is read or refused in one line; tables come from nothing else."""
 
+import io
 import json
+import os
 import resource
 import shutil
 import subprocess
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +16,32 @@ import pytest
 import torch
 
 from benchmarks import e2e
-from benchmarks.lib.scaling_tables import NOT_YET
-from benchmarks.records import SCHEMA, Record, append_record, appended, machine_name, open_records, read_records
-from benchmarks.tables import BEGIN, END, FIRST, insert, main, measured_tables
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_tables import NOT_YET, PUBLISHED
+from benchmarks.records import (
+    RESULTS,
+    SCHEMA,
+    Record,
+    append_record,
+    appended,
+    machine_name,
+    open_records,
+    read_records,
+)
+from benchmarks.scaling import import_log
+from benchmarks.tables import BEGIN, END, FIRST, chosen, insert, main, measured_tables
+from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost import Hardware
+from cs336_systems.cost.fitting.logged_runs import LogOptions
+from cs336_systems.cost.fitting.observations import read_measured
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_machine
+from cs336_systems.cost.runs import read_runs as run_list
+from cs336_systems.data.corpus import read_text
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.host.machine import environment
+from tests.benchmarks.test_scaling_logs import HEADER, LAST, REPORTS
+from tests.support.garble import garbled
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -35,15 +58,11 @@ def record(mode="forward", status="ok", date="2026-01-01", commit="abcdef012345"
     return Record("e2e", base | config, where, [1.0] if metrics else [], metrics, PREDICTED, status=status)
 
 
-
-
 def write(folder: Path, *records: Record) -> Path:
     path = open_records(folder, "e2e")
     for each in records:
         append_record(each, path)
     return path
-
-
 
 
 def test_what_is_written_is_read_and_the_newest_of_a_configuration_wins(tmp_path):
@@ -85,10 +104,6 @@ def test_a_full_disk_costs_records_and_not_the_table(tmp_path, capsys, monkeypat
     assert appended(1, path) == f"1 record appended to {path}"
 
 
-
-
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -115,14 +130,13 @@ def test_what_is_no_record_is_refused(tmp_path, line, message):
         read_records(path)
 
 
-
-
 def test_machine_names_are_folders_and_stamps_say_what_was_measured_on():
     assert machine_name(CPU, "NVIDIA H200 (141GB)") == "nvidia-h200-141gb"
     assert machine_name(CPU, "../../etc") == "etc"
-    assert machine_name(CPU) == machine_name(CPU).lower()
-
-
+    here = environment(CPU, commit="abc")  # the stamp says what was measured on
+    assert set(here) >= {"device", "cores", "triton", "python", "world_size", "backend", "date"}
+    stamp = {"torch": torch.__version__, "device_type": "cpu", "commit": "abc", "dirty": False}
+    assert here | stamp == here
 
 
 def test_tables_come_from_records(tmp_path):
@@ -142,8 +156,6 @@ def test_tables_come_from_records(tmp_path):
     assert "| small 2 x 128 | backward | 1.9 s ± 5%\\* |" in table
     assert table.endswith("small 2 x 128 backward (noisy: much).")
     assert table.count("| forward |") == 1
-
-
 
 
 @pytest.mark.parametrize("what", FIRST)
@@ -192,3 +204,74 @@ def test_the_pages_show_the_committed_records(tmp_path):
     for page, what in pages.items():
         text = git("show", f"HEAD:{page}")
         assert insert(text, measured_tables(tmp_path, what)) == text, "run make readme and commit"
+
+
+FEW = [None, True, 10**300, float("inf"), "\ud800<b>|`*", [], {}]
+TABLES = {  # by file of records
+    "e2e": "e2e", "memory": "memory", "scaling": "scaling", "checkpoints": "checkpoints", "long_context": "context",
+    "ddp": "parallel", "zero": "parallel", "allreduce": "parallel", "norms": "kernels", "attention": "kernels",
+    "fused": "kernels", "moe_layer": "experts", "moe_sweep": "experts",
+}  # fmt: skip
+
+
+def outcome(use) -> str:
+    """ "read", or the line that refuses it."""
+    try:
+        use()
+    except UserError as error:
+        return str(error)
+    return "read"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_any_field_of_a_record_is_shown_or_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.lib.scaling_tables.markdown", lambda runs, level: "")
+    monkeypatch.setattr("benchmarks.tables.goals_table", str)
+    path = tmp_path / "machine" / f"{name}.jsonl"
+    path.parent.mkdir()
+    records = read_records(RESULTS / "amd-epyc" / path.name)
+    good = next(each for each in records if name != "moe_sweep" or each.config["candidate"] == "sort")
+    good = next(each for each in records if not chosen(each)) if name == "e2e" else good
+    if name == "scaling":  # a few timers tell as much as twenty
+        good = replace(good, metrics=good.metrics | {"timers_ms": dict([*good.metrics["timers_ms"].items()][:3])})
+    said = []
+    for _, _, made in garbled(asdict(good) | {"samples_ms": [2.5]}, values=FEW):
+        path.write_text(json.dumps(made))
+        said.append(outcome(lambda: measured_tables(tmp_path, TABLES[name]).encode()))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
+    runs = {"source": "a", "runs": [asdict(run) for run in read_runs([PUBLISHED])[:2]]}
+    given, said = LogOptions(system=DEFAULT_SYSTEM), []
+    for path, good in ((tmp_path / "x.json", runs), (tmp_path / "x.jsonl", [HEADER, *REPORTS[-2:], LAST])):
+        for _, _, made in garbled(good, values=FEW):
+            lines = [made] if path.suffix == ".json" else made
+            path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+            said.append(outcome(partial(shown, path)))
+            said.append(outcome(partial(read_measured, path, given)))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def shown(path: Path) -> None:
+    """The tables of a file's runs, as the command prints them."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run_command(import_log, ["--markdown", str(path)])
+    out.getvalue().encode()
+    if code:
+        raise UserError(err.getvalue().removesuffix("\n"))
+
+
+READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_no_reader_waits_for_a_pipe(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="a pipe or a device"):
+        read(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""What a benchmark refuses: one line, exit code 2, and nothing is begun."""
+"""Refusals of a benchmark: one line, exit code 2, nothing is begun; and `--smoke`, which is quick and writes nothing."""
 
 import shlex
 from importlib import import_module
@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.lib import kernel_run, launcher, plan, scaling_study
+from benchmarks.lib import kernel_run, launcher, parallel_run, plan, scaling_study
 from cs336_systems.host.console import run_command
+from kernels.launch import INTERPRETED
 from tests.support.machine import made_up
 
 TEXT = "--data text --context 16"
@@ -28,8 +29,6 @@ REFUSED = {
         "--residuals --recompute-every 1": "--residuals and --recompute-every cannot be combined",
         "--segments --recompute nested": "--segments and --recompute cannot be combined",
         "--all-sizes --size small": "--all-sizes and --size cannot be combined: --all-sizes measures all",
-        "--recompute-every 2": "--recompute-every needs --recompute segments, not none",
-        "--recompute-every 1 --recompute nested": "--recompute-every needs --recompute segments, not nested",
     },
     "fused": {
         "--kernel adamw --dtype bf16": "nothing to measure: adamw is not measured in bf16",
@@ -58,7 +57,6 @@ REFUSED = {
     },
     "moe_layer": {
         "--nproc 3": "512 experts do not divide over 3 ranks: choose ranks that divide 512",
-        "--eval-fraction 1.5": "Invalid value for '--eval-fraction': 1.5 is not in the range 0<x<=1.",
         "--eval-fraction 0": "Invalid value for '--eval-fraction': 0.0 is not in the range 0<x<=1.",
         "--experts 1": "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
     },
@@ -68,7 +66,6 @@ REFUSED = {
         "--capacity 0": "--capacity '0' is none",
         "--capacity 1.5": "--capacity '1.5' is none",
         "--capacity -1x": "--capacity '-1x' is none",
-        "--experts 1 --nproc 1": "a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
     },
     "moe_eval": {
         f"{TEXT} --nproc 3": "512 experts do not divide over ep 3: choose an ep that divides 512",
@@ -78,21 +75,14 @@ REFUSED = {
         "--size bert-345m": "bert-345m is no language model: it sees the words that it would be asked for",
         f"{TEXT} --context 900": " has 100 tokens; a context of 900 needs 901: use a longer text or --context 99",
         f"{TEXT} --out text/profile": "cannot write text/profile/einsum: Not a directory; name another",
-        "--eval-fraction 2": "Invalid value for '--eval-fraction'",
     },
     "profiling_run": {
         "--wrapper none --nproc 2": "--wrapper none joins no ranks, and there are 2",
-        "--precision fp16": "'fp16' is not one of 'fp32', 'tf32', 'bf16'",
         "--smoke --size huge": "no size 'huge'",
         "--compile --wrapper flat": "cannot be combined with --wrapper flat",
-        "--batch-size 500000": "tiny with batch 500000 x 128 needs",
         "--nvtx": "--nvtx makes ranges for nsys, which follows a GPU",
     },
-    "norms": {
-        "--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1.",
-        "--candidate ours": "nothing to measure: ours is not timed on a CPU, where",
-        "--smoke --candidate compiled": "nothing to measure: compiled is left out of smoke run",
-    },
+    "norms": {"--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1."},
     "attention": {
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
         "--candidate tiled": "nothing to measure: tiled is no candidate for the grid course",
@@ -102,7 +92,6 @@ REFUSED = {
     "scaling": {
         "--grid 1x1x1,2x2": "--grid has '2x2', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
         "--grid 1x0x1": "--grid has '1x0x1', which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2",
-        "--grid axbxc": "--grid has 'axbxc', which is no layout: write tp x pp x dp",
         "--micro-batch-size 64": "layout 1x1x1: a global batch of 16 sequences is not a multiple of",
         "--context 100000000": "are usable; choose a smaller --size or fewer ranks in --grid, which share this",
         "--grid 1x1x100000": "are usable; choose a smaller --size or fewer ranks in --grid, which share this",
@@ -127,11 +116,13 @@ REFUSED = {
         "--all-sizes norm=rmsnorm norm=layernorm": "drop --all-sizes, and name it with --size",
         "norm=rmsnorm compile=yes": "'compile=yes' is no variant",
     },
-    "checkpoints": {"--steps 2": "No such option"},  # a turn saves once
+    "checkpoints": {
+        "--steps 2": "No such option",  # a turn saves once
+        "--nproc 100000": "are usable; choose a smaller --size, or fewer --layers or ranks",
+    },
     "long_context": {
         "--contexts 66": "66 tokens do not divide into 2 x cp 2 = 4 parts: use --contexts 64, or a lower --cp",
         "--contexts 10000000": "are usable; lower --contexts",
-        "--contexts 64 --backend nccl": "--backend nccl moves tensors between GPUs, and there is none here",
     },
 }
 NO_DEVICE = ("moe_layer", "moe_sweep")  # which run on CPUs alone
@@ -149,13 +140,17 @@ NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 @pytest.mark.parametrize(
     ("name", "words", "line"),
     [
-        pytest.param(*row, id=" ".join(row[:2]), marks=[NEEDS_NO_GPU] * ("there is none here" in row[2] or row[2] == NO_GPU))
+        pytest.param(
+            *row, id=" ".join(row[:2]), marks=[NEEDS_NO_GPU] * ("there is none here" in row[2] or row[2] == NO_GPU)
+        )
         for row in EVERY
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, monkeypatch, capsys):
     module = import_module(f"benchmarks.{name}")
-    for place, start in product((module, launcher, scaling_study), ("run_ranks", "start_ranks", "Launcher")):
+    for place, start in product(
+        (module, launcher, parallel_run, scaling_study), ("run_ranks", "start_ranks", "Launcher")
+    ):
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)
@@ -168,3 +163,28 @@ def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, m
     assert error.startswith("error: ")
     assert line in error
     assert not any(path.stat().st_size for path in in_tmp.rglob("*.jsonl"))
+
+
+WHAT_RAN = f"step-2026: {'fused kernels in' if INTERPRETED else 'plain torch in place'}"
+SHOWN = {
+    "attention": ("ours: not timed on a CPU", "eager"),
+    "e2e": ("tiny",),
+    "fused": ("ours: not timed on a CPU", "eager"),
+    "leaderboard": ("attention-2025: not run on a CPU", "step-2026: gate: one block equals", WHAT_RAN),
+    "memory": (),
+    "memory --residuals": (),
+    "norms": ("ours: not timed on a CPU", "eager"),
+}
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_smoke_run_is_quick_and_writes_nothing(words, in_tmp, monkeypatch, capsys, quick_probe):
+    name, *options = words.split()
+    module = import_module(f"benchmarks.{name}")
+    for place in (module, kernel_run):
+        monkeypatch.setattr(place, "measure_once", made_up, raising=False)
+    monkeypatch.setattr("benchmarks.lib.options.open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(module.main, ["--smoke", "--device", "cpu", *options]) == 0
+    shown = capsys.readouterr().out
+    assert all(each in shown for each in SHOWN[words])
+    assert not list(in_tmp.iterdir())

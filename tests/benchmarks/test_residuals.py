@@ -99,12 +99,6 @@ def test_a_layer_norm_of_half_precision_keeps_its_statistics_in_four_bytes(preci
     assert kept.nbytes == strategy(config, BATCH, SEQ, "none", 1, precision).kept + missing
 
 
-
-
-
-
-
-
 def test_inside_a_block_by_hand():
     kept = model_residuals(SMALL, BATCH, SEQ)
     assert kept.by_module("blocks.3") == {
@@ -137,33 +131,6 @@ def test_a_segment_keeps_its_input_for_its_first_block(changes, first):
     kept = model_residuals(replace(SMALL, **changes), BATCH, SEQ)
     blocks = {name: n for name, n in kept.by_block().items() if name[:6] == "blocks"}
     assert blocks == {f"blocks.{i}": STREAM for i in first}
-
-
-class Twins(nn.Module):
-    """Two layers that read, and keep, the same input, and an output that neither keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x) * self.other(x)
-
-
-def test_what_two_modules_keep_counts_for_the_first():
-    model = Twins()
-    x = torch.randn(2, 3)
-    kept = residuals(model, lambda: model(x))
-    assert kept.by_block() == {"one": 24, "model": 2 * 24}
-    assert [each.made_by for each in kept.kept] == ["", "mm", "mm"]
-    assert residuals(model, lambda: None) == Residuals(())
-    model(x).sum().backward()  # no hook was left behind
-
-
-
-
-
-
 
 
 def test_the_fullest_moment_is_in_the_loss_or_after_it():

@@ -71,8 +71,6 @@ def test_a_missing_tool_is_one_line(monkeypatch, capsys):
     assert refused(["--", "-m", "this"], capsys) == "error: there is no tc here; install iproute2"
 
 
-
-
 def test_records_will_say_what_joined_the_ranks():
     assert TwoNodesSettings().describe() == "2 nodes simulated on one machine, 1gbit tbf"
     assert TwoNodesSettings(rate="100mbit", one_node=True).describe() == "loopback of one node, 100mbit tbf"
@@ -87,8 +85,6 @@ def test_both_ends_of_the_wire_are_limited():
             assert "rate 123Mbit" in shape
             assert "lat 50ms" in shape
     assert namespaces_of(os.getpid()) == []
-
-
 
 
 @needs_root
@@ -115,8 +111,6 @@ def test_nothing_stays_when_the_inside_breaks():
     assert started[0].wait(10) == -9
     assert not is_running(pids[0])
     assert namespaces_of(os.getpid()) == []
-
-
 
 
 def test_the_first_failure_ends_the_others_after_a_moment(monkeypatch):
