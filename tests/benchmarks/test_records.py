@@ -1,4 +1,4 @@
-"""Records: what is written is read, what else there is is read or refused in one line; tables come from nothing else."""
+"""Records: what is written is read, all else is read or refused in one line; tables are made from nothing else."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Refusals of a benchmark: one line, exit code 2, nothing is begun; and `--smoke`, which is quick and writes nothing."""
+"""Refusals of a benchmark: one line, exit code 2, nothing is begun; and `--smoke`, which is quick and keeps nothing."""
 
 import shlex
 from importlib import import_module
