@@ -2,20 +2,18 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from benchmarks import moe_layer
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import expert_layer, launcher
+from benchmarks.lib import expert_layer
 from benchmarks.lib.expert_layer import Bench, Candidate, Way, build_layer
 from benchmarks.records import Record
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import run_command
 from cs336_systems.host.observe import Observer
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.presets import Mixture
@@ -160,15 +158,6 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Ranks())
     with pytest.raises(UserError, match=r"^100000000 tokens and 512 experts need .* where 2\.0 GiB are usable"):
         Bench(ways(tokens=100_000_000)[1].config, 0.0, Ranks())
-
-
-def test_a_smoke_run_is_small_and_writes_nothing(in_tmp, monkeypatch):
-    run = Mock(return_value={"records": []})
-    monkeypatch.setattr(launcher.Launcher, "run", run)
-    assert run_command(moe_layer.main, ["--smoke"]) == 0
-    nproc, _, settings, *_ = run.call_args.args
-    assert (nproc, settings.tokens <= 64) == (2, True)
-    assert not list(in_tmp.iterdir())
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():

@@ -124,15 +124,6 @@ def test_inside_a_block_by_hand():
     assert [each.module[:8] for each in kept.largest(3)] == ["blocks.0", "blocks.0", "blocks.1"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "first"), [(RECOMPUTED[1], (0, 2, 4)), (RECOMPUTED[2], (0, 2)), (RECOMPUTED[3], (0, 3))], ids=str
-)
-def test_a_segment_keeps_its_input_for_its_first_block(changes, first):
-    kept = model_residuals(replace(SMALL, **changes), BATCH, SEQ)
-    blocks = {name: n for name, n in kept.by_block().items() if name[:6] == "blocks"}
-    assert blocks == {f"blocks.{i}": STREAM for i in first}
-
-
 def test_the_fullest_moment_is_in_the_loss_or_after_it():
     assert Strategy("segments", 2, 100, 50, 20, 30).peak == 120
     assert Strategy("segments", 2, 100, 60, 20, 30).peak == 130

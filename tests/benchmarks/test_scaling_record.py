@@ -221,10 +221,7 @@ def test_the_studys_row_has_the_last_ranks_timers():
     assert run.gpu_memory == (1.0, 2.0)
     assert run.peak_flops == 3e9
     assert (run.layout, run.global_batch_size, run.iteration_ms) == ("1/2/1", 16, 32.0)
-    assert run.num_layers == 4
-    assert study_run(replace(two, config=two.config | {"d_ff": 500})).num_layers is None  # no shape of the formula's
-    assert study_run(replace(two, config=two.config | {"recompute": "segments"})).recompute == "full"
-    assert study_run(replace(two, config=two.config | {"recompute": "nested"})).num_layers is None
+    assert (run.num_layers, run.recompute) == (4, "none")
     other = replace(two, config=two.config | {"zero": 1, "schedule": "gpipe"})
     assert [row[0] for row in summary([two, other]).rows] == ["1x2x1", "1x2x1, zero 1, schedule gpipe"]
     some = [replace(one, flags=["late"]), replace(two, flags=["late", "small"]), replace(two, flags=["small"])]
