@@ -1,6 +1,5 @@
 """The all-reduce benchmark: what it measures and refuses, the ways to start it, its table."""
 
-import json
 import os
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -13,7 +12,7 @@ from benchmarks import allreduce
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import collective, mpi, options
 from benchmarks.lib.collective import AllReduceJob, AllReduceSettings
-from benchmarks.records import RESULTS, Record
+from benchmarks.records import RESULTS, Record, read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -35,10 +34,6 @@ def measured(nbytes: int = 1000, count: int = 2, **config) -> Record:
     return collective.finished(blank(nbytes, count, **config), torch.ones(count, 3), Link(1e-3, 1e6), 0)
 
 
-def read(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "out/allreduce.jsonl").read_text().splitlines()]
-
-
 def test_every_backend_of_the_machine_is_measured(monkeypatch):
     gpus = 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -48,12 +43,12 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
     assert allreduce.combinations(AllReduceSettings()) == [*cpu, ("cuda", "gloo"), ("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(backend="nccl")) == [("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(device="cpu")) == cpu
-    assert allreduce.cannot("shm", Place(world_size=2, local_world_size=1)).startswith("shm joins ranks of one machine")
-    assert allreduce.cannot("mpi", Place(world_size=2, local_world_size=2, meeting="x")).endswith("leave out torchrun")
+    one, two = Place(world_size=2, local_world_size=2), Place(world_size=2, local_world_size=1)  # nodes
+    assert allreduce.cannot("shm", two).startswith("shm joins ranks of one machine")
+    assert allreduce.cannot("mpi", replace(one, meeting="x")).endswith("leave out torchrun")
     monkeypatch.setattr(mpi, "mpiexec", lambda: None)
-    assert allreduce.cannot("mpi", Place(world_size=2, local_world_size=2)) == mpi.MISSING
-    assert allreduce.cannot("gloo", Place(world_size=2, local_world_size=2)) == ""
-    assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
+    assert allreduce.cannot("mpi", one) == mpi.MISSING
+    assert allreduce.cannot("gloo", one) == allreduce.cannot("nccl", two) == ""
 
 
 def test_ranks_without_a_gpu_each_are_left_out(in_tmp, monkeypatch, capsys):
@@ -88,7 +83,7 @@ def test_what_was_measured_before_a_failure_is_shown_and_recorded(in_tmp, monkey
 
     monkeypatch.setattr(allreduce, "run_ranks", fail)
     assert run_command(allreduce.main, ["--device", "cpu", "--backend", "gloo", "--nproc", "2", *TINY]) == 2
-    assert [(each["config"]["bytes"], each["status"]) for each in read(in_tmp)] == [(4000, "ok")]
+    assert [(each.config["bytes"], each.status) for each in read_records(Path("out/allreduce.jsonl"))] == [(4000, "ok")]
     said = capsys.readouterr()
     assert "│ 4 kB │" in said.out
     assert said.err.endswith("error: rank 1 is lost\n")
@@ -110,26 +105,26 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
 
-def alone_case(rank: int, world: int, folder: str, out: str) -> list[dict]:
+def alone_case(rank: int, world: int, folder: str, out: str) -> None:
     """Run it in this process, which has not run tensor code, as it forks; ranks write into the file."""
     os.chdir(out)
     with Path("said").open("w") as file, redirect_stdout(file), redirect_stderr(file):
         run_command(allreduce.main, ["--device", "cpu", "--nproc", "2", *TINY])  # 2, 4 and 6 without --nproc
-    return read(Path())
 
 
 def test_alone_it_starts_the_ranks_of_every_backend_itself(tmp_path):
-    [records] = ranks.run_alone(alone_case, 1, out=str(tmp_path))
+    ranks.run_alone(alone_case, 1, out=str(tmp_path))
+    records = read_records(tmp_path / "out/allreduce.jsonl")
     said = (tmp_path / "said").read_text()
     backends = ["shm", "gloo", *["mpi"] * bool(mpi.mpiexec())]
-    found = [(each["config"]["backend"], each["config"]["ranks"], each["config"]["bytes"]) for each in records]
+    found = [(each.config["backend"], each.config["ranks"], each.config["bytes"]) for each in records]
     assert found == [(backend, 2, nbytes) for backend in backends for nbytes in (4000, 40_000)], said
     for record in records:
-        assert record["status"] == "ok"
-        here = record["environment"]
-        assert (here["world_size"], here["backend"]) == (2, record["config"]["backend"])
-        assert len(record["samples_ms"]) == len(record["metrics"]["rank_mean_ms"]) == 2
-        assert record["predicted"]["mean_ms"] > 0
+        assert record.status == "ok"
+        here = record.environment
+        assert (here["world_size"], here["backend"]) == (2, record.config["backend"])
+        assert len(record.samples_ms) == len(record.metrics["rank_mean_ms"]) == 2
+        assert record.predicted["mean_ms"] > 0
     assert said.count("All-reduce (mean) of float32") == 1
     assert "records appended to out/allreduce.jsonl" in said
 
@@ -167,7 +162,9 @@ def test_mpi_that_fails_without_being_asked_for_is_left_out_and_the_rest_goes_on
     monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"), ("cpu", "gloo")))
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: job.keep(measured(4000, count)))
     assert run_command(allreduce.main, ["--nproc", "2", *TINY]) == 0
-    assert [(each["status"], each["config"]["backend"]) for each in read(in_tmp)] == [("ok", "gloo")]
+    assert [(each.status, each.config["backend"]) for each in read_records(Path("out/allreduce.jsonl"))] == [
+        ("ok", "gloo")
+    ]
     assert f"left out: {FAILING[0][1]}\n" in capsys.readouterr().out
 
 
@@ -182,28 +179,23 @@ def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypat
 def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
     options = ["--nproc", "2", *TINY[:-1]]
     assert run_command(allreduce.main, ["--backend", "mpi", *options]) == 0
-    [record] = read(in_tmp)
-    assert (record["status"], record["config"]["bytes"], record["environment"]["backend"]) == ("ok", 4000, "mpi")
-    assert len(record["metrics"]["rank_mean_ms"]) == len(record["samples_ms"]) == 2
-    assert record["metrics"]["copy_ms"] > 0 < record["predicted"]["mean_ms"]
-    assert "MP" in record["environment"]["mpi"]
+    [record] = read_records(Path("out/allreduce.jsonl"))
+    assert (record.status, record.config["bytes"], record.environment["backend"]) == ("ok", 4000, "mpi")
+    assert record.metrics["copy_ms"] > 0 < record.predicted["mean_ms"]
+    assert "MP" in record.environment["mpi"]
     monkeypatch.setattr(collective, "tolerance", lambda ranks: -1.0)
     monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
     with pytest.raises(WrongResultError, match=r"4 kB: the mean over the ranks is off by 0\.00e"):
         allreduce.main(options, standalone_mode=False)  # also where MPI was not asked for
 
 
-# The table.
-
-
 def test_the_table_says_what_is_missing(capsys):
-    allreduce.show([measured(10**6, nodes=2), collective.finished(blank(2**30, nodes=2), None, Link(1, 1), 2**30)])
+    noisy = replace(measured(10**6, nodes=2), flags=["noisy: much"])
+    allreduce.show([noisy, collective.finished(blank(2**30, nodes=2), None, Link(1, 1), 2**30)])
     shown = capsys.readouterr().out
     assert shown.startswith("All-reduce (mean) of float32; 2 nodes; abacus, 2 cores, torch 2.13, commit abcdef0")
     [row] = [line for line in shown.splitlines() if " 1 MB " in line]
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
-    assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "-", "0 ms"]
-    allreduce.show([replace(measured(10**6), flags=["noisy: much"])])
-    assert "│  1 ms* │" in capsys.readouterr().out
+    assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms*", "1.0 s", "1 GB/s", "1 GB/s", "-", "0 ms"]
     assert "does not fit" in shown
     assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown

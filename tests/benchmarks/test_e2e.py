@@ -1,16 +1,20 @@
-"""The end-to-end benchmark, run as a user runs it: what it plans, measures, records and refuses."""
+"""The end-to-end benchmark, run as a user runs it: what it plans, measures, records and refuses; and its gate."""
 
-import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import e2e
-from benchmarks.harness import Measurement
+from benchmarks.harness import Measurement, WrongResultError
 from benchmarks.lib import plan
+from benchmarks.lib.gate import check
 from benchmarks.lib.workload import Case, Workload
+from benchmarks.records import read_records
 from cs336_systems.cost import MODES, Hardware, forward_flops
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
@@ -28,43 +32,38 @@ def run(*arguments: str) -> int:
     return run_command(e2e.main, ["--device", "cpu", *arguments])
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "e2e.jsonl").read_text().splitlines()]
-
-
 def bench(usable: int, **settings) -> plan.Bench:
     return plan.Bench(plan.PassSettings(**settings), CPU, FAST, usable, {})
 
 
 def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
     assert run(*TINY, "--steps", "3") == 0
-    records = lines(in_tmp / "out")
-    assert [r["config"]["mode"] for r in records] == list(MODES)
+    records = read_records(Path("out/e2e.jsonl"))
+    assert [r.config["mode"] for r in records] == list(MODES)
     shown = capsys.readouterr().out
     forward = sum(forward_flops(CONFIG, 1, 16).values())
     for record, flops in zip(records, (forward, 2 * forward, 3 * forward, 3 * forward), strict=True):
-        metrics, predicted = record["metrics"], record["predicted"]
-        assert record["status"] == "ok"
-        assert record["schema"] == 1
-        assert len(record["samples_ms"]) == 3
+        metrics, predicted = record.metrics, record.predicted
+        assert record.status == "ok"
+        assert len(record.samples_ms) == 3
         assert metrics["flops"] == flops
         assert metrics["tokens_per_s"] == pytest.approx(16 / metrics["mean_ms"] * 1e3)
         assert metrics["mfu"] == pytest.approx(flops / metrics["mean_ms"] * 1e3 / metrics["peak_flops_per_s"])
         assert predicted["mean_ms"] > 0
         assert predicted["peak_memory_bytes"] == sum(predicted["memory_by_part"].values())
-        assert record["config"]["mode"] in shown
+        assert record.config["mode"] in shown
 
 
 def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
     short = (*TINY, "--mode", "forward", "--steps", "1")
     assert run(*short) == 0
     assert run(*short, "--kernels", "triton", "--attention", "flash") == 0
-    plain, fused = lines(in_tmp / "out")
-    assert (fused["config"]["kernels"], fused["config"]["attention"]) == ("triton", "flash")
-    assert "kernels" not in plain["config"]  # as in the records from before there was a choice
+    plain, fused = read_records(Path("out/e2e.jsonl"))
+    assert (fused.config["kernels"], fused.config["attention"]) == ("triton", "flash")
+    assert "kernels" not in plain.config  # as in the records from before there was a choice
     what_ran = ("fused kernels in Triton's interpreter", "plain torch in place of the fused kernels")
-    assert [flag.startswith(what_ran) for flag in fused["flags"] if "fused" in flag] == [True]
-    assert not any("fused" in flag for flag in plain["flags"])
+    assert [flag.startswith(what_ran) for flag in fused.flags if "fused" in flag] == [True]
+    assert not any("fused" in flag for flag in plain.flags)
 
 
 @pytest.mark.parametrize(
@@ -97,36 +96,33 @@ def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypa
     just_forward = sum(observe_passes(CONFIG, 1, 16).memory("forward").values())
     monkeypatch.setattr(e2e, "usable_memory", lambda device: just_forward)
     assert run(*TINY, "--steps", "1") == 0
-    records = lines(in_tmp / "out")
-    assert [r["status"] for r in records] == ["ok"] + ["out-of-memory"] * 3
-    assert records[3]["samples_ms"] == []
-    assert records[3]["predicted"]["peak_memory_bytes"] == sum(observe_passes(CONFIG, 1, 16).memory("step").values())
+    records = read_records(Path("out/e2e.jsonl"))
+    assert [r.status for r in records] == ["ok"] + ["out-of-memory"] * 3
+    assert records[3].samples_ms == []
+    assert records[3].predicted["peak_memory_bytes"] == sum(observe_passes(CONFIG, 1, 16).memory("step").values())
     assert capsys.readouterr().out.count("does not fit") == 6
 
 
-def explode(*_, **__):
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
-
-
 def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch):
-    monkeypatch.setattr(Workload, "run", explode)
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(Workload, "run", Mock(side_effect=error))
     assert run(*TINY) == 0
-    assert {r["status"] for r in lines(in_tmp / "out")} == {"out-of-memory"}
+    assert {r.status for r in read_records(Path("out/e2e.jsonl"))} == {"out-of-memory"}
 
 
 def test_what_was_measured_outlives_what_fails_later(in_tmp, monkeypatch):
     monkeypatch.setattr(Workload, "backward", lambda self: self.loss.fill_(float("nan")))
     assert run(*TINY, "--steps", "1") == 2
-    assert [(r["config"]["mode"], r["status"]) for r in lines(in_tmp / "out")] == [("forward", "ok")]
+    assert [(r.config["mode"], r.status) for r in read_records(Path("out/e2e.jsonl"))] == [("forward", "ok")]
 
 
 def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
     monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
     one_layer_each(monkeypatch, plan.PassSettings)
     assert run("--all-sizes", "--year", "2024", "--results", str(tmp_path)) == 0
-    records = lines(tmp_path)
-    assert [r["config"]["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "2.7B"]
-    assert {r["status"] for r in records} == {"out-of-memory"}
+    records = read_records(tmp_path / "e2e.jsonl")
+    assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "2.7B"]
+    assert {r.status for r in records} == {"out-of-memory"}
 
 
 def test_a_plan_runs_each_pass_once():
@@ -157,10 +153,16 @@ def test_a_modes_peak_is_its_own():
     assert plan.peak_of(Measurement({}), "step", False) is None
 
 
-@pytest.mark.parametrize("warmup", ["0", "1"])
-def test_a_wrong_model_leaves_no_figure(warmup, monkeypatch, in_tmp, capsys):
+@pytest.mark.parametrize(("warmup", "order"), [("0", ["forward", "step", "gate"]), ("1", ["gate"])])
+def test_a_wrong_model_leaves_no_figure_and_a_warm_up_of_zero_keeps_the_start_cold(
+    warmup, order, monkeypatch, in_tmp, capsys
+):
+    began, true_run, true_check = [], Workload.run, e2e.check
     monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", lambda q, k, v, **_: v)
+    monkeypatch.setattr(e2e, "check", lambda case: began.append("gate") or true_check(case))
+    monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: began.append(mode) or true_run(self, mode, *rest))
     assert run(*TINY, "--steps", "1", "--warmup", warmup) == 2
+    assert began == order
     assert "is off its reference by" in capsys.readouterr().err
     assert (in_tmp / "out/e2e.jsonl").read_text() == ""
 
@@ -172,17 +174,6 @@ def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
     assert last.startswith("error: --compile needs one of g++, clang++, c++ on the PATH")
 
 
-def test_a_warm_up_of_zero_keeps_the_start_cold(in_tmp, monkeypatch):
-    order = []
-    monkeypatch.setattr(e2e, "check", lambda case: order.append("gate") or (0.0, 1.0))
-    true_run = Workload.run
-    monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: order.append(mode) or true_run(self, mode, *rest))
-    for warmup in "01":
-        run(*TINY, "--steps", "1", "--warmup", warmup)
-    assert order == ["forward", "step", "gate", "gate", "forward", "step"]
-    assert len(lines(in_tmp / "out")) == 8
-
-
 def test_a_workload_trains():
     load = Workload(Case(SMALL, 4, "fp32", False, CPU))
     load.run("forward", 0, 1)
@@ -192,3 +183,48 @@ def test_a_workload_trains():
     load.run("step", 0, 20)
     assert load.loss.item() < before
     assert all(p.grad is None for p in load.weights.parameters())
+
+
+# The course's width, at which a sum has as many terms as there; the rest is smaller, and quicker.
+WIDE = replace(model_preset("small"), d_ff=256, vocab_size=64, context_length=32)
+GATED = {"tiny": model_preset("tiny"), "wide": WIDE}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("size", "attention"), [("tiny", "sdpa"), ("wide", "naive")])
+def test_the_gate_passes_what_is_right(size, precision, attention):
+    error, tolerance = check(Case(replace(GATED[size], attention=attention), 2, precision, False, CPU))
+    assert 0 < error < tolerance
+
+
+BROKEN = {
+    "no causal mask": lambda q, k, v, **_: F.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v,
+    "no scale": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True, scale=1.0),
+    "no output": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True) * 0,
+    "no gradient": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True).detach(),
+    "neighbour's value": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v.roll(1, dims=1), is_causal=True),
+}
+TRUE_ATTENTION = F.scaled_dot_product_attention
+
+
+# In bf16, whose tolerance is the widest: what it stops is stopped in a finer format. One mistake shows that those have
+# tolerances of their own.
+@pytest.mark.parametrize(
+    ("name", "size", "precision"),
+    [
+        *((name, size, "bf16") for name in BROKEN for size in GATED),
+        *(("no scale", "tiny", f) for f in ("fp32", "fp16")),
+    ],
+)
+def test_the_gate_stops_what_is_wrong(name, size, precision, monkeypatch):
+    case = Case(replace(GATED[size], attention="sdpa"), 2, precision, False, CPU)
+    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", BROKEN[name])
+    with pytest.raises(WrongResultError):
+        check(case)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_a_compiled_model_passes_the_gate():
+    error, tolerance = check(Case(replace(SMALL, num_layers=1), 2, "fp32", True, CPU))
+    assert 0 < error < tolerance

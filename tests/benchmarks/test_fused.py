@@ -1,6 +1,5 @@
 """The benchmark of the fused kernels: what it counts, gates, measures, leaves out and records."""
 
-import json
 import statistics
 from types import SimpleNamespace
 
@@ -8,15 +7,16 @@ import pytest
 import torch
 
 from benchmarks import fused
-from benchmarks.fused import KERNELS, gpt2_shapes
+from benchmarks.fused import KERNELS
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import kernel_run, row_kernels
 from benchmarks.lib.kernel import SizedTask, always
+from benchmarks.records import read_records
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from kernels import reference
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 FAST = ("--device", "cpu", "--rounds", "4", "--results", "out")
 BOTH = "forward-backward"
 GATED = {"cross-entropy": (64, 32, 500), "swiglu": (100, 32), "add-rmsnorm": (100, 32), "adamw": (1, 16, 64)}
@@ -31,85 +31,51 @@ def small_and_known(monkeypatch):
         monkeypatch.setattr(type(kernel), "cpu_sizes", (kernel.tiny,))
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "out/fused.jsonl").read_text().splitlines()]
+def test_bytes_flops_and_peaks_are_those_of_the_hand_count():
+    def counted(kernel, sizes, what, dtype="bf16"):
+        task = SizedTask(kernel, sizes, dtype, what)
+        return KERNELS[kernel].moved(task, CPU), KERNELS[kernel].flops(task, what)
 
-
-def pick(*names):
-    return [word for name in names for word in ("--candidate", name)]
-
-
-def moved(name, sizes, dtype, what):
-    return KERNELS[name].moved(SizedTask(name, sizes, dtype, what), CPU)
-
-
-def test_bytes_and_flops_are_those_of_the_hand_count():
-    assert moved("swiglu", (8192, 11008), "bf16", "forward") == 3 * 8192 * 11008 * 2
-    assert moved("swiglu", (8192, 11008), "bf16", BOTH) == (3 + 5) * 8192 * 11008 * 2
-    forward = 4 * 8192 * 4096 * 2 + 4096 * 2 + 4 * 8192  # x, residual, sum, y; the weight; 1 / rms
-    assert moved("add-rmsnorm", (8192, 4096), "bf16", "forward") == forward
-    assert moved("add-rmsnorm", (8192, 4096), "bf16", BOTH) == 2 * forward + 4096 * 2
-    assert len(gpt2_shapes((12, 768, 50_257))) == 148
-    assert moved("adamw", (12, 768, 50_257), "fp32", "step") == 28 * 124_439_808
-    sizes = (4096, 4096, 128_256)
-    forward, both = (SizedTask("cross-entropy", sizes, "bf16", what) for what in ("forward", BOTH))
-    assert KERNELS["cross-entropy"].flops(forward, "forward") == 2 * 4096 * 4096 * 128_256
-    assert KERNELS["cross-entropy"].flops(both, BOTH) == 6 * 4096 * 4096 * 128_256
-    assert moved("cross-entropy", sizes, "bf16", BOTH) == 2 * 4096 * 128_256 * 2
-
-
-def test_peak_memory_of_the_loss_is_that_of_the_hand_count():
-    task = SizedTask("cross-entropy", (8192, 4096, 128_256), "bf16", BOTH)
-    hidden, weight, logits = 8192 * 4096 * 2, 128_256 * 4096 * 2, 8192 * 128_256 * 2
-    kept = 2 * (hidden + weight) + 8 * 8192
-    assert KERNELS["cross-entropy"].peak_bytes("torch", task) == kept + 3 * logits
-    # The weight's gradient in float32, and in bf16 with that of hidden once more: both outweigh 4096 tokens' logits.
-    assert KERNELS["cross-entropy"].peak_bytes("ours", task) == kept + 2 * weight + hidden
-    assert KERNELS["cross-entropy"].peak_bytes("liger", task) == kept + 256 * 128_256 * 2
-
-
-def test_peak_memory_of_rows_is_that_of_the_hand_count():
     def matrices(kernel, name, what):
         return KERNELS[kernel].peak_bytes(name, SizedTask(kernel, (8, 16), "bf16", what)) / (8 * 16 * 2)
 
-    assert matrices("swiglu", "ours", "forward") == 3  # gate, up, y
-    assert matrices("swiglu", "torch", "forward") == 4  # and silu(gate)
-    assert matrices("swiglu", "ours", BOTH) == 6  # and dy, dgate, dup
-    assert matrices("swiglu", "torch", BOTH) == 7  # and silu(gate), then its gradient
-    assert matrices("swiglu", "liger", BOTH) == 8  # and inputs of its own to write over
+    forward = 4 * 8192 * 4096 * 2 + 4096 * 2 + 4 * 8192  # x, residual, sum, y; the weight; 1 / rms
+    tokens, d, vocab = 8192, 4096, 128_256
+    assert counted("swiglu", (8192, 11008), "forward") == (3 * 8192 * 11008 * 2, 0)
+    assert counted("swiglu", (8192, 11008), BOTH) == ((3 + 5) * 8192 * 11008 * 2, 0)
+    assert counted("add-rmsnorm", (8192, 4096), "forward") == (forward, 0)
+    assert counted("add-rmsnorm", (8192, 4096), BOTH) == (2 * forward + 4096 * 2, 0)
+    assert counted("adamw", (12, 768, 50_257), "step", "fp32") == (28 * 124_439_808, 0)
+    assert counted("cross-entropy", (tokens, d, vocab), "forward")[1] == 2 * tokens * d * vocab
+    assert counted("cross-entropy", (tokens, d, vocab), BOTH) == (2 * tokens * vocab * 2, 6 * tokens * d * vocab)
+
+    kept = 2 * 2 * (tokens * d + vocab * d) + 8 * tokens  # hidden, weight and their gradients
+    loss = SizedTask("cross-entropy", (tokens, d, vocab), "bf16", BOTH)
+    peaks = {name: KERNELS["cross-entropy"].peak_bytes(name, loss) for name in ("torch", "ours", "liger")}
+    # Ours: the weight's gradient in float32, and hidden's once more; both outweigh 4096 tokens' logits.
+    ours = kept + 2 * vocab * d * 2 + tokens * d * 2
+    assert peaks == {"torch": kept + 3 * tokens * vocab * 2, "ours": ours, "liger": kept + 256 * vocab * 2}
+    assert [matrices("swiglu", name, "forward") for name in ("ours", "torch")] == [3, 4]  # gate, up, y; silu(gate)
+    # And dy, dgate, dup; silu(gate)'s gradient; inputs of its own to write over.
+    assert [matrices("swiglu", name, BOTH) for name in ("ours", "torch", "liger")] == [6, 7, 8]
     assert matrices("add-rmsnorm", "ours", BOTH) == 7  # x, residual, sum, y, both upstream gradients, one gradient
 
 
-def test_the_shapes_that_matter_most_come_first():
-    tasks = fused.FusedSettings().tasks(CUDA)
-    assert [task.kernel for task in tasks[:7]] == [
-        *["cross-entropy"] * 2,
-        *["swiglu"] * 2,
-        *["add-rmsnorm"] * 2,
-        "adamw",
-    ]
-    assert len(tasks) == 2 * (3 + 2 + 2) + 1
-    assert SizedTask("cross-entropy", (16384, 1600, 50_257), "bf16", BOTH) in tasks
-    assert {task.kernel for task in fused.FusedSettings(kernel=("adamw",)).tasks(CUDA)} == {"adamw"}
-    assert not fused.FusedSettings(kernel=("adamw",), dtype="bf16").tasks(CUDA)
-
-
 def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
-    assert run_command(fused.main, [*FAST, *pick("torch", "torch-fused", "eager", "liger")]) == 0
-    found = {(r["config"]["kernel"], r["config"]["pass"], r["config"]["candidate"]): r for r in lines(in_tmp)}
+    chosen = [word for name in ("torch", "torch-fused", "eager", "liger") for word in ("--candidate", name)]
+    assert run_command(fused.main, [*FAST, *chosen]) == 0
+    records = read_records(in_tmp / "out/fused.jsonl")
+    found = {(r.config["kernel"], r.config["pass"], r.config["candidate"]): r for r in records}
     assert len(found) == 2 * (2 + 2 + 2) + 3 + 4
     for (name, what, candidate), record in found.items():
-        kernel, config = KERNELS[name], record["config"]
+        kernel, config = KERNELS[name], record.config
         assert tuple(config[size] for size in kernel.sizes_are) == kernel.tiny
         if candidate == "liger":
-            assert record["flags"] == ["Liger-Kernel is not installed"]
+            assert record.flags == ["Liger-Kernel is not installed"]
             continue
-        task, metrics, predicted = (
-            SizedTask(name, kernel.tiny, config["dtype"], what),
-            record["metrics"],
-            record["predicted"],
-        )
-        assert len(record["samples_ms"]) == 4
+        task = SizedTask(name, kernel.tiny, config["dtype"], what)
+        metrics, predicted = record.metrics, record.predicted
+        assert len(record.samples_ms) == 4
         assert metrics.get("flops", 0) == kernel.flops(task, what)
         work, size = metrics.get("flops", 0), metrics.get("bytes", 0)
         assert size == 0 or metrics["bytes_per_s"] == pytest.approx(1e3 * size / metrics["median_ms"])
@@ -119,12 +85,12 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
             continue
         assert metrics["bytes"] == kernel.moved(task, CPU)
         assert predicted["peak_memory_bytes"] == kernel.peak_bytes(candidate, task)
-        floor = found[name, what, kernel.floor]["samples_ms"]
-        pairs = [a / b for a, b in zip(record["samples_ms"], floor, strict=True)]
+        floor = found[name, what, kernel.floor].samples_ms
+        pairs = [a / b for a, b in zip(record.samples_ms, floor, strict=True)]
         assert metrics["floor_ratio_median"] == pytest.approx(statistics.median(pairs))
         assert metrics["floor"] == {"cross-entropy": "matmuls"}.get(name, "copy")
         assert metrics["gate_error"] < 0.01
-    assert found["adamw", "step", "eager"]["metrics"]["best_other"] == "torch-fused"
+    assert found["adamw", "step", "eager"].metrics["best_other"] == "torch-fused"
     shown = capsys.readouterr().out
     assert "cross-entropy 8 x 16 x 100 bf16" in shown
     assert "of floor" in shown
@@ -140,41 +106,35 @@ def detached(result, *leaves):
     return result(*leaves[:-1], leaves[-1].detach() + 0 * leaves[-1])
 
 
-def test_the_gates_see_every_result_and_gradient():
-    norm, loss = row_kernels.reference_add_rmsnorm, fused.torch_loss
-    assert gate("swiglu", reference.swiglu) < 1e-6
-    assert gate("add-rmsnorm", norm) < 1e-6
-    assert gate("cross-entropy", loss) < 1e-6
-    with pytest.raises(WrongResultError, match="it's gradient of up is off"):
-        gate("swiglu", lambda *leaves: detached(reference.swiglu, *leaves))
-    with pytest.raises(WrongResultError, match="it's gradient of weight is off"):
-        gate("add-rmsnorm", lambda *leaves: detached(norm, *leaves))
-    with pytest.raises(WrongResultError, match="it's sum is off"):
-        gate("add-rmsnorm", lambda x, residual, weight: (norm(x, residual, weight)[0], x))
-    with pytest.raises(WrongResultError, match="it's y is off"):
-        gate("swiglu", lambda x, up: torch.cat((reference.swiglu(x[:-1], up[:-1]), up[-1:])))
-    with pytest.raises(WrongResultError, match="it's loss is off"):
-        gate("cross-entropy", lambda hidden, weight, targets: loss(hidden, weight, targets.clamp(min=0)))
-    with pytest.raises(WrongResultError, match="it's gradient of hidden is off"):
-        gate(
-            "cross-entropy", lambda hidden, weight, targets: detached(lambda w, h: loss(h, w, targets), weight, hidden)
-        )
-    with pytest.raises(WrongResultError, match="it's gradient of weight is off"):
-        gate("cross-entropy", lambda hidden, *rest: detached(lambda t, w: loss(hidden, w, t), rest[1], rest[0]))
+OPTIONS, NORM, LOSS = fused.AdamWStep.options, row_kernels.reference_add_rmsnorm, fused.torch_loss
+RIGHT = {
+    "swiglu": reference.swiglu,
+    "add-rmsnorm": NORM,
+    "cross-entropy": LOSS,
+    "adamw": lambda params: torch.optim.AdamW(params, **OPTIONS),
+}
+WRONG = [
+    ("swiglu", "gradient of up", lambda *leaves: detached(reference.swiglu, *leaves)),
+    ("swiglu", "y", lambda x, up: torch.cat((reference.swiglu(x[:-1], up[:-1]), up[-1:]))),
+    ("add-rmsnorm", "gradient of weight", lambda *leaves: detached(NORM, *leaves)),
+    ("add-rmsnorm", "sum", lambda x, residual, weight: (NORM(x, residual, weight)[0], x)),
+    ("cross-entropy", "loss", lambda hidden, weight, targets: LOSS(hidden, weight, targets.clamp(min=0))),
+    ("cross-entropy", "gradient of hidden", lambda h, w, t: detached(lambda w, h: LOSS(h, w, t), w, h)),
+    ("cross-entropy", "gradient of weight", lambda h, w, t: detached(lambda t, w: LOSS(h, w, t), t, w)),
+    ("adamw", "parameter 15", lambda params: torch.optim.AdamW(params[:-1], **OPTIONS)),
+    *(
+        ("adamw", "parameter 0", lambda params, each=each: torch.optim.AdamW(params, **OPTIONS | each))
+        for each in ({"betas": (0.9, 0.96)}, {"weight_decay": 0.0}, {"lr": 1.001e-3}, {"eps": 1e-4})
+    ),
+]
 
 
-@pytest.mark.parametrize("change", [{"betas": (0.9, 0.96)}, {"weight_decay": 0.0}, {"lr": 1.001e-3}, {"eps": 1e-4}])
-def test_the_gate_of_adamw_sees_every_setting(change):
-    options = fused.AdamWStep.options
-    assert gate("adamw", lambda params: torch.optim.AdamW(params, **options)) < 5e-6
-    with pytest.raises(WrongResultError, match="it's parameter 0 is off"):
-        gate("adamw", lambda params: torch.optim.AdamW(params, **options | change))
-
-
-def test_the_gate_of_adamw_sees_a_tensor_that_was_left_out():
-    options = fused.AdamWStep.options
-    with pytest.raises(WrongResultError, match="it's parameter 15 is off"):
-        gate("adamw", lambda params: torch.optim.AdamW(params[:-1], **options))
+def test_the_gates_see_every_result_gradient_and_setting():
+    for name, right in RIGHT.items():
+        assert gate(name, right) < 5e-6
+    for name, what, wrong in WRONG:
+        with pytest.raises(WrongResultError, match=f"it's {what} is off"):
+            gate(name, wrong)
 
 
 class Overwriting(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """The leaderboard tasks: how large a step fits, what its gate sees, and what is recorded."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from benchmarks.attention import AttentionTask, inputs
 from benchmarks.harness import WrongResultError
 from benchmarks.leaderboard import FULL, TINY, LeaderboardStep, gate_step, largest_step
 from benchmarks.lib.gate import tolerance
+from benchmarks.records import read_records
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -43,10 +44,9 @@ def test_what_a_step_needs_is_that_of_the_hand_count():
 def test_the_step_is_scaled_to_what_fits():
     found = largest_step(FULL, None, 80 * GIB)
     assert 1 < found.config.num_layers < 34
-    assert found.bytes_needed <= 80 * GIB
     assert found.batch == 1
     deeper = replace(found, config=replace(found.config, num_layers=found.config.num_layers + 1))
-    assert deeper.bytes_needed > 80 * GIB
+    assert found.bytes_needed <= 80 * GIB < deeper.bytes_needed
     assert largest_step(FULL, 8, 80 * GIB) == LeaderboardStep(replace(FULL, num_layers=8), 2)
     with pytest.raises(UserError, match=r"--layers 34 at batch 1 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
         largest_step(FULL, 34, 80 * GIB)
@@ -65,72 +65,56 @@ def test_the_predicted_time_is_that_of_the_hand_count():
 def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     assert run_command(leaderboard.main, ["--device", "cpu", "--steps", "2", "--results", "out"]) == 0
-    skipped, done = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
-    assert (skipped["status"], skipped["flags"], skipped["samples_ms"]) == ("unsupported", ["needs a GPU"], [])
-    assert skipped["predicted"]["flops"] == 3.5 * 4 * 16 * 16_384**2 * 64 / 2
-    config, metrics = done["config"], done["metrics"]
+    skipped, done = read_records(in_tmp / "out/leaderboard.jsonl")
+    assert (skipped.status, skipped.flags, skipped.samples_ms) == ("unsupported", ["needs a GPU"], [])
+    assert skipped.predicted["flops"] == 3.5 * 4 * 16 * 16_384**2 * 64 / 2
+    config, metrics = done.config, done.metrics
     assert config == {
         "task": "step-2026", "layers": 1, "d_model": 32, "batch_size": 2, "context": 32, "dtype": "bf16",
     }  # fmt: skip
-    assert len(done["samples_ms"]) == 2
+    assert len(done.samples_ms) == 2
     assert 0 < metrics["gate_error"] < 0.1
     assert metrics["peak_memory_bytes"] >= 0
-    assert metrics["flops_per_s"] == pytest.approx(1e3 * done["predicted"]["flops"] / metrics["median_ms"])
+    assert metrics["flops_per_s"] == pytest.approx(1e3 * done.predicted["flops"] / metrics["median_ms"])
     shown = capsys.readouterr().out
     assert "2 records appended" in shown
     assert "step-2026: 1 layer of width 32, batch 2 x 32 (the board's" in shown
     assert "best published" not in shown  # of another model
-    config = {"task": "step-2026", "d_model": leaderboard.FULL.d_model}
-    fields = {"config": config, "predicted": {"median_ms": 1.0, "flops": 1.0}, "samples_ms": [2.0], "metrics": {}}
-    leaderboard.finish(fields, Hardware("fast", 1e15, 1e15, "made up"), {})
-    assert "; best published, the whole task on two B200: 3,837 ms" in capsys.readouterr().out
 
 
-def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
-    task, cuda = (AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda"))
-    hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
+def test_the_attention_that_is_timed_forward_and_backward_is_the_one_that_was_gated(monkeypatch, capsys):
+    triton, calls = pytest.importorskip("triton.testing"), []
+    task, cuda = AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda")
+    hardware, settings = Hardware("fast", 1e15, 1e15, "made up"), leaderboard.LeaderboardSettings()
 
     def right(q, k, v):
         return reference.attention(q, k, v, True)[0]
 
-    def compiler(found):
-        return lambda function, device: found
-
-    def clock(flash, seconds, device):
-        timed.append(flash)
-        return [2.0, 2.0]
-
-    monkeypatch.setattr(leaderboard, "TASK", task)
-    monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
-    monkeypatch.setattr(leaderboard, "inputs", lambda task, device: inputs(task, CPU))
-    monkeypatch.setattr(leaderboard, "time_attention", clock)
-    monkeypatch.setattr(leaderboard, "compile_model", compiler(compiled := lambda q, k, v: right(q, k, v)))
-    fields = leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
-    assert timed == [compiled]
-    leaderboard.finish(fields, hardware, {})
-    assert "best published, the whole task on an H100: 5.364 ms" in capsys.readouterr().out
-    monkeypatch.setattr(leaderboard, "compile_model", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
-    with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
-        leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
-    assert len(timed) == 1
-
-
-def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkeypatch):
-    triton, calls, task = pytest.importorskip("triton.testing"), [], replace(leaderboard.TASK, batch=2, seq=8, dim=4)
-
-    def flash(q, k, v):
-        assert q.shape == (2, 8, 4)
-        q.register_hook(lambda grad: calls.append("backward"))
+    def compiled(q, k, v):
         calls.append("forward")
-        return q + k + v
+        q.register_hook(lambda grad: calls.append("backward"))
+        return right(q, k, v)
 
     def bench(run, rep, warmup, return_mode):
+        calls.clear()
         run()
         return [rep, warmup]
 
-    monkeypatch.setattr(leaderboard, "TASK", task)
     monkeypatch.setattr(triton, "do_bench", bench)
-    assert leaderboard.time_attention(flash, 2.0, CPU) == [2000.0, 200.0]
+    monkeypatch.setattr(leaderboard, "TASK", task)
+    monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
+    monkeypatch.setattr(leaderboard, "inputs", lambda task, device: inputs(task, CPU))
+    loop = leaderboard.time_attention
+    monkeypatch.setattr(leaderboard, "time_attention", lambda flash, seconds, device: loop(flash, seconds, CPU))
+    monkeypatch.setattr(leaderboard, "compile_model", lambda function, device: compiled)
+    fields = leaderboard.run_attention(settings, cuda, hardware)
+    assert calls == ["forward", "backward"]
+    leaderboard.finish(fields, hardware, {})
+    assert "best published, the whole task on an H100: 5.364 ms" in capsys.readouterr().out
+    wrong = Mock(side_effect=lambda q, k, v: reference.attention(q, k, v, False)[0])
+    monkeypatch.setattr(leaderboard, "compile_model", lambda function, device: wrong)
+    with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
+        leaderboard.run_attention(settings, cuda, hardware)
     assert calls == ["forward", "backward"]
 
 
@@ -151,39 +135,31 @@ def test_the_gate_sees_wrong_attention(wrong, message, monkeypatch):
         gate_step(step, CPU)
 
 
-def test_the_gate_sees_a_parameter_without_a_gradient(monkeypatch):
+def test_a_parameter_without_a_gradient_or_a_wrong_loss_gets_no_speed(in_tmp, monkeypatch, capsys):
     def freeze(model):
         torch.nn.Module.bfloat16(model)
         list(model.parameters())[-1].requires_grad_(False)
         return model
 
-    monkeypatch.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
-    with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
-        gate_step(LeaderboardStep(PLAIN, 2), CPU)
-
-
-def test_a_wrong_result_is_one_line_and_leaves_no_speed(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
-    right = leaderboard.lm_loss
-    factors = iter((1.0, 1.2))  # the candidate's, the reference's
+    with monkeypatch.context() as frozen:
+        frozen.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
+        with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
+            gate_step(LeaderboardStep(PLAIN, 2), CPU)
+    right, factors = leaderboard.lm_loss, iter((1.0, 1.2))  # the candidate's, the reference's
     monkeypatch.setattr(leaderboard, "lm_loss", lambda model, *batch: next(factors) * right(model, *batch))
     assert run_command(leaderboard.main, ["--device", "cpu", "--results", "out"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: step-2026: the loss of a block is off its ref")
-    assert [json.loads(line)["status"] for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines()] == [
-        "unsupported"
-    ]
+    assert [record.status for record in read_records(in_tmp / "out/leaderboard.jsonl")] == ["unsupported"]
 
 
 def test_running_out_of_memory_is_recorded(in_tmp, monkeypatch):
-    def explode(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
     monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
-    monkeypatch.setattr(leaderboard, "time_step", explode)
+    monkeypatch.setattr(leaderboard, "time_step", Mock(side_effect=error))
     assert run_command(leaderboard.main, ["--device", "cpu", "--task", "step-2026", "--results", "out"]) == 0
-    (record,) = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
-    assert record["status"] == "out-of-memory"
-    assert record["samples_ms"] == []
+    (record,) = read_records(in_tmp / "out/leaderboard.jsonl")
+    assert (record.status, record.samples_ms) == ("out-of-memory", [])
 
 
 def test_a_loss_that_is_no_number_has_no_speed(monkeypatch):

@@ -74,10 +74,11 @@ def test_the_published_counts_come_out_on_every_rank(commands):
     assert counts["aten::item"][0] >= 5 * (4 * 16 - 1 + 6 * 8)
     said = "12 of 12 numbers that follow from the shape came out; 12 of 12 are the published ones"
     assert said in commands["counts"]["out"]
-    assert "40,995" in commands["counts"]["out"]
 
 
 def test_formulations_side_by_side(commands):
+    assert "einsum over sort: CPU time of an expert layer" in commands["one"]["out"]
+    assert "record" not in commands["one"]["out"]  # as it is a smoke run
     records, out = records_of(commands["folder"] / "both"), commands["both"]["out"]
     einsum, sort = records["einsum"], records["sort"]
     # Four slots of four experts, sixteen wide, in float32: 16 rows of 64 bytes; of 32 choices sorting sends 16 at most.
@@ -91,7 +92,6 @@ def test_formulations_side_by_side(commands):
     assert sort.metrics["calls"][ALL_TO_ALL] == [6, 6]  # with the counts of rows
     assert einsum.metrics["score"] == pytest.approx(sort.metrics["score"], rel=bound(torch.float32, 48, 256))
     assert all(0 < share < 1 for share in sort.metrics["waiting"])
-    assert "sort: loss (base 2)" in out
     assert f"{sort.metrics['loss']:.6f}, perplexity {2 ** sort.metrics['loss']:,.2f}" in out
     assert sort.metrics["loss"] == pytest.approx(-sort.metrics["score"] / 64 / math.log(2))
 
@@ -110,11 +110,6 @@ def test_the_profile_of_all_ranks(commands):
         names = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
         assert next(name for name in names if name in TAGS) == "eval_lm"  # the largest of them
         assert f"{folder}: " in out
-
-
-def test_one_rank_and_no_record(commands):
-    assert "record" not in commands["one"]["out"]
-    assert "einsum over sort: CPU time of an expert layer" in commands["one"]["out"]
 
 
 def test_layouts_that_follow_from_the_ranks():

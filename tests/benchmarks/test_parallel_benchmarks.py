@@ -1,31 +1,23 @@
-"""The benchmarks of data parallelism and ZeRO, on small models; and their gate, which sees a wrong wrapper."""
+"""The benchmarks of data parallelism, ZeRO and checkpoints, on small models; and their gates, which see a wrong one."""
 
+import os
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import (
-    allreduce,
-    checkpoints,
-    ddp,
-    e2e,
-    long_context,
-    moe_eval,
-    profiling_run,
-    scaling,
-    zero,
-)
+from benchmarks import checkpoints, ddp, zero
 from benchmarks.harness import WrongResultError
 from benchmarks.lib import parallel_run
 from benchmarks.lib.parallel_run import StepSettings
+from benchmarks.lib.sheets import pages
 from benchmarks.lib.turns import check, wrapped
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.ddp import BucketedDDP, FlatDDP
-from cs336_systems.host.console import run_command
+from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
 from tests.support.machine import made_up
 
@@ -62,10 +54,9 @@ def zero_case(rank: int, world: int, folder: str, results: str) -> None:
     zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
 
-@pytest.mark.parametrize("world_size", [3])  # by which nothing divides
-def test_memory_of_every_stage_is_the_formulas(tmp_path, world_size):
+def test_memory_of_every_stage_is_the_formulas(tmp_path):
     """Within 5% of 4+4+8, 4+4+8/N, 4+(4+8)/N and (4+4+8)/N bytes a parameter, counted from live storages."""
-    ranks.run_alone(zero_case, world_size, results=str(tmp_path))
+    ranks.run_alone(zero_case, 3, results=str(tmp_path))  # by which nothing divides
     records = {record.config["candidate"]: record for record in read_records(tmp_path / "zero.jsonl")}
     for name in ("stage 0", "stage 1", "stage 2", "stage 3"):
         metrics, predicted = records[name].metrics, records[name].predicted
@@ -111,13 +102,62 @@ def test_the_gate_sees_a_wrong_wrapper():
     assert ranks.run(gate_case, 2) == [["", *["it's update is off its reference"] * 2]] * 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    "benchmark",
-    [allreduce, checkpoints, ddp, e2e, long_context, moe_eval, profiling_run, scaling, zero],
-    ids=lambda each: each.__name__,
-)
-def test_a_missing_gpu_is_named_before_anything_starts(benchmark, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(benchmark.main, ["--device", "cuda"]) == 2
-    assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
+SAVED = {"size": "tiny", "d_model": 64, "layers": 1, "context": 8, "rounds": 2, "device": "cpu"}
+
+
+def saving_case(rank: int, world: int, folder: str, results: str) -> None:
+    os.chdir(results)  # of this rank alone
+    settings = checkpoints.CheckpointSettings(**SAVED, results=Path(results))
+    checkpoints.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+def test_every_way_to_save_is_recorded_and_nothing_else_stays(tmp_path):
+    (tmp_path / "machine").mkdir()
+    ranks.run_alone(saving_case, 2, results=str(tmp_path / "machine"))
+    assert [path.name for path in (tmp_path / "machine").iterdir()] == ["checkpoints.jsonl"]
+    records = {each.config["candidate"]: each for each in read_records(tmp_path / "machine/checkpoints.jsonl")}
+    ours = (checkpoints.OURS, checkpoints.BACKGROUND, checkpoints.LOAD)
+    peers = (checkpoints.DCP_SAVE, checkpoints.DCP_LOAD, checkpoints.TORCH_SAVE, checkpoints.TORCH_LOAD)
+    assert list(records) == [*ours, *peers]
+    parameters = sum(count_parameters(checkpoints.CheckpointSettings(**SAVED).config()).values())
+    for name, record in records.items():
+        assert len(record.samples_ms) == 2
+        assert record.metrics["bytes"] == 12 * parameters, "a weight and two moments"
+        assert bool(record.predicted) == (name in ours)
+    assert (
+        records[checkpoints.DCP_SAVE].metrics["ratio_median"]
+        == records[checkpoints.DCP_LOAD].metrics["ratio_median"]
+        == 1.0
+    )
+    (table,) = pages(tmp_path, "checkpoints", checkpoints.sheets)
+    assert table.count("\n| ") == 2 + 7  # the head and its line
+
+
+def restore_case(group, folder: str) -> list[str]:
+    """The gate's findings on a way to load that changes nothing, and on one that forgets a tensor."""
+    recipe = Recipe.of(size="tiny", data=("random",), num_layers=1, batch_size=2, context=8, device="cpu")
+    bench = checkpoints.Bench(recipe, group, torch.device("cpu"), Path(folder))
+    kept = {}
+
+    def keep() -> None:
+        kept.update({key: tensor.clone() for key, tensor in bench.tensors().items()})
+
+    def give_back(but: str = "") -> None:
+        for key, tensor in bench.tensors().items():
+            if key != but:
+                tensor.copy_(kept[key])
+
+    bench.check("right", checkpoints.Candidate(keep, "", load=give_back))
+    said = []
+    for wrong in (lambda: None, lambda: give_back(but="embedding.tokens.weight/exp_avg_sq")):
+        try:
+            bench.check("wrong", checkpoints.Candidate(keep, "", load=wrong))
+        except checkpoints.WrongResultError as error:
+            said.append(str(error))
+        give_back()
+    return said
+
+
+def test_the_gate_sees_what_does_not_come_back(tmp_path):
+    for said in ranks.run(restore_case, 2, folder=str(tmp_path)):
+        assert said == ["wrong: what was loaded is not what was saved"] * 2

@@ -1,10 +1,14 @@
-"""Records: the line that is written is the record that is read, and the tables are made from nothing else."""
+"""Records: what is written is read, all else is read or refused in one line; tables are made from nothing else."""
 
+import io
 import json
+import os
 import resource
 import shutil
 import subprocess
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +16,32 @@ import pytest
 import torch
 
 from benchmarks import e2e
-from benchmarks.lib.scaling_tables import NOT_YET
-from benchmarks.records import SCHEMA, Record, append_record, appended, machine_name, open_records, read_records
-from benchmarks.tables import BEGIN, END, FIRST, insert, main, measured_tables
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_tables import NOT_YET, PUBLISHED
+from benchmarks.records import (
+    RESULTS,
+    SCHEMA,
+    Record,
+    append_record,
+    appended,
+    machine_name,
+    open_records,
+    read_records,
+)
+from benchmarks.scaling import import_log
+from benchmarks.tables import BEGIN, END, FIRST, chosen, insert, main, measured_tables
+from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost import Hardware
+from cs336_systems.cost.fitting.logged_runs import LogOptions
+from cs336_systems.cost.fitting.observations import read_measured
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_machine
+from cs336_systems.cost.runs import read_runs as run_list
+from cs336_systems.data.corpus import read_text
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.host.machine import environment
+from tests.benchmarks.test_scaling_logs import HEADER, LAST, REPORTS
+from tests.support.garble import garbled
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -35,11 +58,6 @@ def record(mode="forward", status="ok", date="2026-01-01", commit="abcdef012345"
     return Record("e2e", base | config, where, [1.0] if metrics else [], metrics, PREDICTED, status=status)
 
 
-def edited(**fields) -> str:
-    """A record's line with other fields."""
-    return json.dumps(asdict(record()) | fields)
-
-
 def write(folder: Path, *records: Record) -> Path:
     path = open_records(folder, "e2e")
     for each in records:
@@ -47,14 +65,18 @@ def write(folder: Path, *records: Record) -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path):
-    records = [record(), record("step", "out-of-memory")]
-    path = write(tmp_path / "new" / "folder", *records)
+def test_what_is_written_is_read_and_the_newest_of_a_configuration_wins(tmp_path):
+    records = [record(), record("step", "out-of-memory"), record(batch_size=4)]
+    path = write(tmp_path / "new" / "folder", record(date="2025-12-31"), *records)
     assert path == tmp_path / "new" / "folder" / "e2e.jsonl"
     assert read_records(path) == records
-    assert set(json.loads(path.read_text().splitlines()[0])) == {
+    before = path.read_text()
+    assert set(json.loads(before.splitlines()[0])) == {
         "schema", "benchmark", "config", "samples_ms", "metrics", "predicted", "environment", "flags", "status",
     }  # fmt: skip
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_record(replace(record(), samples_ms=[float("nan")]), path)
+    assert path.read_text() == before
 
 
 def test_a_full_disk_costs_records_and_not_the_table(tmp_path, capsys, monkeypatch):
@@ -82,24 +104,6 @@ def test_a_full_disk_costs_records_and_not_the_table(tmp_path, capsys, monkeypat
     assert appended(1, path) == f"1 record appended to {path}"
 
 
-def test_the_newest_record_of_a_configuration_wins(tmp_path):
-    for date in ("2026-01-01", "2026-02-02"):
-        path = write(tmp_path, record(date=date), record("step", date=date))
-    write(tmp_path, record(batch_size=4))
-    kept = read_records(path)
-    assert [(r.config["mode"], r.config["batch_size"], r.environment["date"]) for r in kept] == [
-        ("forward", 2, "2026-02-02"),
-        ("step", 2, "2026-02-02"),
-        ("forward", 4, "2026-01-01"),
-    ]
-
-
-def test_json_has_no_nan(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        append_record(Record("e2e", {}, {}, samples_ms=[float("nan")]), tmp_path / "e2e.jsonl")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -107,59 +111,39 @@ def test_json_has_no_nan(tmp_path):
         ("[]", "is no record"),
         ('{"schema": 1}', "is no record"),
         ('{"schema": 99}', f"has schema 99, this version reads {SCHEMA}"),
-        (edited(config={"size": float("nan")}), "NaN is no number of JSON"),
-        (edited(environment={"commit": "y"}), "e2e.jsonl:1 misses 'device'"),
-        (edited(environment=[]), "its environment is a list, not a dict"),
-        (edited(samples_ms=["1"]), "its samples_ms are not all numbers"),
-        (edited(status="fine"), "its status is 'fine', none of ok, out-of-memory, unsupported"),
+        ({"config": {"size": float("nan")}}, "NaN is no number of JSON"),
+        ({"environment": {"commit": "y"}}, "e2e.jsonl:1 misses 'device'"),
+        ({"environment": []}, "its environment is a list, not a dict"),
+        ({"samples_ms": ["1"]}, "its samples_ms are not all numbers"),
+        ({"status": "fine"}, "its status is 'fine', none of ok, out-of-memory, unsupported"),
         ("\xff", "e2e.jsonl has no records: it is not UTF-8 at byte 0"),
         ("[" * 100_000, "is no record"),
+        (None, r"cannot read .*e2e.jsonl: Is a directory"),
     ],
-    ids=lambda text: text[-30:],
+    ids=lambda given: str(given)[-30:],
 )
 def test_what_is_no_record_is_refused(tmp_path, line, message):
-    (tmp_path / "e2e.jsonl").write_bytes(line.encode("latin-1") + b"\n")
+    path = tmp_path / "e2e.jsonl"
+    text = json.dumps(asdict(record()) | line) if isinstance(line, dict) else line
+    path.mkdir() if text is None else path.write_bytes(text.encode("latin-1") + b"\n")
     with pytest.raises(UserError, match=message):
-        read_records(tmp_path / "e2e.jsonl")
+        read_records(path)
 
 
-def test_a_folder_is_no_file_of_records(tmp_path):
-    (tmp_path / "e2e.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cannot read .*e2e.jsonl: Is a directory"):
-        read_records(tmp_path / "e2e.jsonl")
-
-
-def test_machine_names_are_folders():
+def test_machine_names_are_folders_and_stamps_say_what_was_measured_on():
     assert machine_name(CPU, "NVIDIA H200 (141GB)") == "nvidia-h200-141gb"
     assert machine_name(CPU, "../../etc") == "etc"
-    assert machine_name(CPU) == machine_name(CPU).lower()
-
-
-def test_the_stamp_says_what_was_measured_on():
-    here = environment(CPU)
-    assert here["torch"] == torch.__version__
-    assert here["device_type"] == "cpu"
-    assert set(here) >= {"device", "cores", "triton", "python", "world_size", "backend", "commit", "dirty", "date"}
-    assert environment(CPU, commit="abc")["commit"] == "abc"
-    assert environment(CPU, commit="abc")["dirty"] is False
-
-
-def test_tables_come_from_records(tmp_path):
-    noisy = replace(record("backward"), flags=["noisy: much"])
-    other = record(precision="bf16", norm="layernorm", warmup=0)  # for the write-up
-    write(tmp_path / "test-cpu", record(), record("step", "out-of-memory"), noisy, other)
-    table = measured_tables(tmp_path)
-    assert "Test CPU, 2 cores, torch 2.13, commit abcdef0, 2026-01-01:" in table
-    assert "| small 2 x 128 | forward | 1.9 s ± 5% | 1.5 s | 1.02 k | 50% | 1.0 GiB | 512.0 MiB |" in table
-    assert "| small 2 x 128 | step | does not fit | 1.5 s |  |  |  | 512.0 MiB |" in table
-    assert "| small 2 x 128 | backward | 1.9 s ± 5%\\* |" in table
-    assert table.endswith("small 2 x 128 backward (noisy: much).")
-    assert table.count("| forward |") == 1
+    here = environment(CPU, commit="abc")  # the stamp says what was measured on
+    assert set(here) >= {"device", "cores", "triton", "python", "world_size", "backend", "date"}
+    stamp = {"torch": torch.__version__, "device_type": "cpu", "commit": "abc", "dirty": False}
+    assert here | stamp == here
 
 
 def test_each_commit_has_its_own_table(tmp_path):
-    write(tmp_path / "test-cpu", record(), record("step", commit="9876543210"))
+    other = record(precision="bf16", norm="layernorm", warmup=0)  # for the write-up
+    write(tmp_path / "test-cpu", record(), other, record("step", commit="9876543210"))
     tables = measured_tables(tmp_path)
+    assert tables.count("| forward |") == 1
     assert tables.index("commit abcdef0") < tables.index("| forward |") < tables.index("commit 9876543")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no records under"):
@@ -177,8 +161,8 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     once = insert(page, "new")
     assert once == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     assert insert(once, "new") == once
-    row = "| row |\n"
-    assert "details" not in insert(page, f"Title:\n\n{27 * row}")  # 25 rows below two lines of heads
+    row = "| row |\n"  # of which 25 stay in sight, below two lines of heads
+    assert "details" not in insert(page, f"Title:\n\n{27 * row}")
     assert f"<summary>26 rows</summary>\n\n{28 * row}\n</details>\n\n{END}" in insert(page, f"Title:\n\n{28 * row}")
     with pytest.raises(UserError, match="the file needs one line"):
         insert("no marks", "new")
@@ -206,9 +190,80 @@ def test_the_pages_show_the_committed_records(tmp_path):
         path = tmp_path / Path(name).relative_to("benchmarks/results")
         path.parent.mkdir(exist_ok=True)
         path.write_text(git("show", f"HEAD:{name}"))
-    docs = {"data_parallel": "parallel", "kernels": "kernels", "profiling": "memory"}
-    docs |= {"model_parallelism": "scaling", "experts": "experts", "cost": "cost"}
-    docs |= {"checkpoints": "checkpoints"}
-    for page, what in {"README.md": "e2e", **{f"docs/{name}.md": what for name, what in docs.items()}}.items():
+    pages = {"README.md": "e2e", "docs/data_parallel.md": "parallel", "docs/profiling.md": "memory"}
+    pages |= {"docs/model_parallelism.md": "scaling"}
+    pages |= {f"docs/{name}.md": name for name in ("kernels", "experts", "cost", "checkpoints")}
+    for page, what in pages.items():
         text = git("show", f"HEAD:{page}")
         assert insert(text, measured_tables(tmp_path, what)) == text, "run make readme and commit"
+
+
+FEW = [None, True, 10**300, float("inf"), "\ud800<b>|`*", [], {}]
+TABLES = {  # by file of records
+    "e2e": "e2e", "memory": "memory", "scaling": "scaling", "checkpoints": "checkpoints", "long_context": "context",
+    "ddp": "parallel", "zero": "parallel", "allreduce": "parallel", "norms": "kernels", "attention": "kernels",
+    "fused": "kernels", "moe_layer": "experts", "moe_sweep": "experts",
+}  # fmt: skip
+
+
+def outcome(use) -> str:
+    """ "read", or the line that refuses it."""
+    try:
+        use()
+    except UserError as error:
+        return str(error)
+    return "read"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_any_field_of_a_record_is_shown_or_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.lib.scaling_tables.markdown", lambda runs, level: "")
+    monkeypatch.setattr("benchmarks.tables.goals_table", str)
+    path = tmp_path / "machine" / f"{name}.jsonl"
+    path.parent.mkdir()
+    records = read_records(RESULTS / "amd-epyc" / path.name)
+    good = next(each for each in records if name != "moe_sweep" or each.config["candidate"] == "sort")
+    good = next(each for each in records if not chosen(each)) if name == "e2e" else good
+    if name == "scaling":  # a few timers tell as much as twenty
+        good = replace(good, metrics=good.metrics | {"timers_ms": dict([*good.metrics["timers_ms"].items()][:3])})
+    said = []
+    for _, _, made in garbled(asdict(good) | {"samples_ms": [2.5]}, values=FEW):
+        path.write_text(json.dumps(made))
+        said.append(outcome(lambda: measured_tables(tmp_path, TABLES[name]).encode()))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
+    runs = {"source": "a", "runs": [asdict(run) for run in read_runs([PUBLISHED])[:2]]}
+    given, said = LogOptions(system=DEFAULT_SYSTEM), []
+    for path, good in ((tmp_path / "x.json", runs), (tmp_path / "x.jsonl", [HEADER, *REPORTS[-2:], LAST])):
+        for _, _, made in garbled(good, values=FEW):
+            lines = [made] if path.suffix == ".json" else made
+            path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+            said.append(outcome(partial(shown, path)))
+            said.append(outcome(partial(read_measured, path, given)))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def shown(path: Path) -> None:
+    """The tables of a file's runs, as the command prints them."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run_command(import_log, ["--markdown", str(path)])
+    out.getvalue().encode()
+    if code:
+        raise UserError(err.getvalue().removesuffix("\n"))
+
+
+READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_no_reader_waits_for_a_pipe(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="a pipe or a device"):
+        read(tmp_path / "pipe")

@@ -35,7 +35,7 @@ BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2,
 FUSED = {"attention": "flash", "kernels": "triton"}
 VARIANTS = [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}, {"norm": "layernorm"}, FUSED, LLAMA | FUSED]
 RECOMPUTED = [{"recompute": name, "recompute_every": 2} for name in ("attention", "segments", "nested")]
-RECOMPUTED += [{"recompute": "segments", "recompute_every": every} for every in (1, 3, 5)]
+RECOMPUTED += [{"recompute": "segments", "recompute_every": 3}]
 
 
 def bytes_of_a_block(config: ModelConfig) -> int:
@@ -75,11 +75,17 @@ def test_the_bytes_are_those_of_the_formula(changes, precision):
 
 
 @pytest.mark.parametrize(
-    ("changes", "precision"), [({}, "bf16"), (LLAMA, "fp32"), (RECOMPUTED[0], "bf16"), (RECOMPUTED[2], "fp32")], ids=str
+    ("changes", "precision"), [(LLAMA, "fp32"), (RECOMPUTED[0], "bf16"), (RECOMPUTED[2], "fp32")], ids=str
 )
-def test_a_model_that_runs_keeps_what_an_imaginary_one_keeps(changes, precision):
-    config = replace(SMALL, **changes)
-    assert real_residuals(config, precision) == model_residuals(config, BATCH, SEQ, precision)
+def test_a_model_that_runs_keeps_what_an_imaginary_one_keeps_and_leaves_nothing_behind(changes, precision):
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(each) in (torch.Tensor, nn.Parameter) for each in gc.get_objects())
+
+    config, before = replace(SMALL, **changes), tensors()
+    kept = real_residuals(config, precision)
+    assert tensors() <= before
+    assert kept == model_residuals(config, BATCH, SEQ, precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -91,14 +97,6 @@ def test_a_layer_norm_of_half_precision_keeps_its_statistics_in_four_bytes(preci
     assert [each for each in kept.kept if each.module == tokens.module] == [tokens]
     missing = 2 * 2 * BATCH * SEQ if precision == "bf16" else 0  # of a mean and a deviation a token
     assert kept.nbytes == strategy(config, BATCH, SEQ, "none", 1, precision).kept + missing
-
-
-def test_every_block_keeps_what_the_formula_says():
-    config = replace(SMALL, **LLAMA)
-    block = bytes_of_a_block(config)
-    table = 4 * SEQ * config.head_dim  # of the rotary positions: all use it, and the first keeps it
-    blocks = {name: n for name, n in model_residuals(config, BATCH, SEQ).by_block().items() if name[:6] == "blocks"}
-    assert blocks == {"blocks.0": block + table} | {f"blocks.{i}": block for i in range(1, 5)}
 
 
 def test_inside_a_block_by_hand():
@@ -117,73 +115,13 @@ def test_inside_a_block_by_hand():
         "tied_head": STREAM,  # its input
         "token_loss": logits + 8 * BATCH * SEQ + 4,  # log-softmax, targets, the weight's sum
     }
-
-
-def test_the_five_largest_by_hand():
-    kept = model_residuals(SMALL, BATCH, SEQ)
-    assert kept.largest(5, "blocks.2") == [
+    assert kept.largest(4, "blocks.2") == [
         Residual("blocks.2.feed_forward", (BATCH, SEQ, 112), "float32", HIDDEN, "mm"),
         Residual("blocks.2.feed_forward.down", (BATCH * SEQ, 112), "float32", HIDDEN, "gelu"),
         Residual("blocks.2.attention_norm", (BATCH, SEQ, 48), "float32", STREAM, "add"),
         Residual("blocks.2.attention_norm", (BATCH, SEQ, 48), "float32", STREAM, "mul"),
-        Residual("blocks.2.attention.query", (BATCH * SEQ, 48), "float32", STREAM, "mul"),
     ]
     assert [each.module[:8] for each in kept.largest(3)] == ["blocks.0", "blocks.0", "blocks.1"]
-    long = model_residuals(replace(SMALL, context_length=64), 1, 64).largest(1, "blocks.0")
-    assert long == [Residual("blocks.0.attention", (1, 4, 64, 64), "float32", 4 * 4 * 64 * 64, "softmax")]
-
-
-@pytest.mark.parametrize(
-    ("changes", "first"), [(RECOMPUTED[1], (0, 2, 4)), (RECOMPUTED[2], (0, 2)), (RECOMPUTED[4], (0, 3))], ids=str
-)
-def test_a_segment_keeps_its_input_for_its_first_block(changes, first):
-    kept = model_residuals(replace(SMALL, **changes), BATCH, SEQ)
-    blocks = {name: n for name, n in kept.by_block().items() if name[:6] == "blocks"}
-    assert blocks == {f"blocks.{i}": STREAM for i in first}
-
-
-class Twins(nn.Module):
-    """Two layers that read, and keep, the same input, and an output that neither keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x) * self.other(x)
-
-
-def test_what_two_modules_keep_counts_for_the_first():
-    model = Twins()
-    x = torch.randn(2, 3)
-    kept = residuals(model, lambda: model(x))
-    assert kept.by_block() == {"one": 24, "model": 2 * 24}
-    assert [each.made_by for each in kept.kept] == ["", "mm", "mm"]
-    assert residuals(model, lambda: None) == Residuals(())
-    model(x).sum().backward()  # no hook was left behind
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_nothing_of_a_pass_is_left_behind(precision):
-    def tensors() -> int:
-        gc.collect()
-        return sum(type(each) in (torch.Tensor, nn.Parameter) for each in gc.get_objects())
-
-    before = tensors()
-    real_residuals(SMALL, precision)
-    assert tensors() <= before
-
-
-def test_blocks_are_named_by_their_number():
-    names = {"blocks.0": "blocks.0", "blocks.12.attention.out": "blocks.12", "transformer.h.3.mlp": "transformer.h.3"}
-    names |= {"embedding.tokens": "embedding", "model": "model", "layer1.conv": "layer1", "0.weight": "0"}
-    assert {name: Residual(name, (), "float32", 0).block for name in names} == names
-
-
-def test_no_memory_is_needed():
-    large = preset("10B", 2026)
-    shape = (replace(large.model, num_layers=3), 4096, 512)
-    assert model_residuals(*shape).nbytes == strategy(*shape, "none").kept > 2**41
 
 
 def test_the_fullest_moment_is_in_the_loss_or_after_it():
@@ -199,11 +137,13 @@ def test_the_fullest_moment_is_in_the_loss_or_after_it():
     again = STREAM + 2 * block - 2 * STREAM
     found = Strategy("segments", 2, ids + 2 * STREAM + head, again, logits, head)
     assert strategy(config, BATCH, SEQ, "segments", 2) == found
+    large = (replace(preset("10B", 2026).model, num_layers=3), 4096, 512)  # for which no memory is needed
+    assert model_residuals(*large).nbytes == strategy(*large, "none").kept > 2**41
     assert strategy(replace(config, kernels="triton"), BATCH, SEQ, "nested").logits == 0
     assert strategy(replace(config, kernels="triton", **BERT), BATCH, SEQ, "nested").logits == logits
 
 
-@pytest.mark.parametrize("layers", [1, 5, 60])
+@pytest.mark.parametrize("layers", [5, 60])
 def test_the_best_length_is_that_of_brute_force(layers):
     config = replace(SMALL, num_layers=layers)
     block, logits = bytes_of_a_block(config), 4 * BATCH * SEQ * 44

@@ -1,4 +1,4 @@
-"""Logs of Megatron-LM, whole and mangled, become runs."""
+"""Logs of Megatron-LM, whole and mangled, and of this project's own training become runs of a scaling study."""
 
 import json
 from dataclasses import asdict, replace
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.scaling_logs import ScalingRun, parse_log, parse_published, read_runs
+from benchmarks.lib.scaling_logs import ScalingRun, parse_log, parse_published, parse_train_log, read_runs
+from benchmarks.scaling import import_log
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.train import __main__ as train
 
 ARGUMENTS = {
     "checkpoint_activations": True, "data_parallel_size": 2, "ffn_hidden_size": 256, "global_batch_size": 32,
@@ -26,49 +29,28 @@ def block(**changes) -> str:
     return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
-def notes(name: str, count: str, time: str, **changes) -> str:
+def notes(name: str = "x", count: str = "3200", time: str = "7.25", **changes) -> str:
     return (
         f"## {name}\n\n{block(**changes)}\n\nGPU util: ~83%\nGPU mem: 5624MiB - 6176MiB / 40537MiB\n\n"
-        f"({count})\n{time} ms per sample \n\n{LINE}\n\n---\n"
+        f"(over 100 iterations = {count} samples)\n{time} ms per sample \n\n{LINE}\n\n---\n"
     )
 
 
-def iteration(number: int, ms: float, skipped: int = 0, batch: int = 32) -> str:
+def iteration(number: int, ms: float, skipped: int = 0) -> str:
     fields = (
-        f" iteration {number:8d}/ 2000000", f"consumed samples: {number * batch:12d}",
-        f"elapsed time per iteration (ms): {ms:.1f}", "learning rate: 1.000E-04", f"global batch size: {batch:5d}",
+        f" iteration {number:8d}/ 2000000", f"consumed samples: {number * 32:12d}",
+        f"elapsed time per iteration (ms): {ms:.1f}", "learning rate: 1.000E-04", "global batch size:    32",
         "lm loss: 1.000000E+01", "loss scale: 65536.0", "grad norm: 2.125",
         f"number of skipped iterations: {skipped:3d}", "number of nan iterations:   0 |",
     )  # fmt: skip
     return " | ".join(fields)
 
 
-TRAINING = "\n".join(
-    [
-        " > padded vocab (size: 28996) with 188 dummy tokens (new size: 29184)",
-        "time (ms) | model-and-optimizer-setup: 900.00 | train/valid/test-data-iterators-setup: 4.00",
-        iteration(10, 900.0, skipped=9),
-        *(
-            f"[Rank {rank}] (after 10 iterations) memory (MB) | allocated: 1.0 | reserved: 7.0 | max reserved: {most}"
-            for rank, most in ((0, 9.5), (4, 7.5))
-        ),
-        "time (ms) | forward-compute: 500.00 | optimizer: 1.00",
-        *(
-            f"{iteration(number, ms)}\ntime (ms) | forward-compute: {forward:.2f} | optimizer: 9.00"
-            for number, ms, forward in ((20, 240.0, 50.0), (30, 232.0, 60.0), (40, 224.0, 55.0))
-        ),
-        "time (ms) | save-checkpoint: 3000.00",
-    ]
-)  # fmt: skip
-
-
 def test_notes_with_several_runs():
-    text = notes("Single node", "over 100 iterations = 3200 samples", "7.25") + notes(
-        "Two nodes", "over 100 iterations = 1,280 samples", "2.95", data_parallel_size=4, world_size=16,
-        global_batch_size=64,
-    )  # fmt: skip
-    text = text.replace("~83%", "83~%", 1)
-    first, second = parse_log(text, "notes.txt")
+    text = notes("Single node") + notes(
+        "Two nodes", "1,280", "2.95", data_parallel_size=4, world_size=16, global_batch_size=64
+    )
+    first, second = parse_log(text.replace("~83%", "83~%", 1), "notes.txt")
     assert first == ScalingRun(
         "Single node", 2, 2, 2, 4, 32, 7.25, TIMERS, 4, 64, 128, 29_184, "full", 100, 3200, 83.0, (5624, 6176), 40_537,
         None, False, "notes.txt",
@@ -78,7 +60,14 @@ def test_notes_with_several_runs():
 
 
 def test_a_training_log_is_the_median_of_its_windows_without_skipped_steps():
-    (run,) = parse_log(f"{block(vocab_file=None)}\n{TRAINING}", "train.log")
+    words = " > padded vocab (size: 28996) with 188 dummy tokens (new size: 29184)"
+    memory = "(after 10 iterations) memory (MB) | allocated: 1.0 | reserved: 7.0 | max reserved:"
+    lines = [words, iteration(10, 900.0, skipped=9), f"[Rank 0] {memory} 9.5", f"[Rank 4] {memory} 7.5"]
+    lines.append("time (ms) | forward-compute: 500.00 | optimizer: 1.00")
+    for number, ms, forward in ((20, 240.0, 50.0), (30, 232.0, 60.0), (40, 224.0, 55.0)):
+        lines += [iteration(number, ms), f"time (ms) | forward-compute: {forward:.2f} | optimizer: 9.00"]
+    lines.append("time (ms) | save-checkpoint: 3000.00")
+    (run,) = parse_log("\n".join([block(vocab_file=None), *lines]), "train.log")
     assert run.ms_per_sample == 232.0 / 32
     assert run.timers == {"forward-compute": 55.0, "optimizer": 9.0}
     assert (run.iterations, run.samples, run.vocab_size, run.gpu_memory) == (30, 960, 29_184, (7.5, 9.5))
@@ -86,25 +75,27 @@ def test_a_training_log_is_the_median_of_its_windows_without_skipped_steps():
     assert (skipped.ms_per_sample, skipped.iterations, skipped.timers) == (2.0, None, TIMERS)
 
 
-def test_a_batch_that_was_ramped_up_counts_with_its_last_size():
-    log = "\n".join(f"{iteration(n, ms, batch=batch)}\n{LINE}" for n, ms, batch in ((10, 90.0, 16), (20, 96.0, 32)))
-    (run,) = parse_log(f"{block()}\n{log}")
-    assert (run.global_batch_size, run.ms_per_sample) == (32, 3.0)
-
-
-def test_times_over_ranks_count_the_most():
-    log = [block(checkpoint_activations=None, recompute_granularity="selective"), iteration(10, 232.0)]
-    log += ["(min, max) time across ranks (ms):", f"    {'forward-compute ':.<48}: (41.0, 43.42)", "done"]
-    (run,) = parse_log("\n".join(log))
-    assert (run.timers, run.over_ranks, run.recompute) == ({"forward-compute": 43.42}, True, "selective")
-    (most,) = parse_log(f"{log[0]}\n{log[1]}\nmax time across ranks (ms):\n    {'forward-compute ':.<48}: 43.42\n")
-    assert most.timers == {"forward-compute": 43.42}
+@pytest.mark.parametrize(
+    ("changes", "layers", "recompute", "words"),
+    [
+        ({"ffn_hidden_size": 170, "checkpoint_activations": None}, None, "none", 29_184),
+        ({"checkpoint_activations": None, "recompute_granularity": "selective"}, 4, "selective", 29_184),
+        ({"swiglu": True}, None, "full", 29_184),
+        ({"num_experts": 8, "vocab_file": "own.txt"}, None, "full", None),
+        ({"tensor_model_parallel_size": 1, "data_parallel_size": 4}, 4, "full", 29_056),
+        ({"padded_vocab_size": 30_000}, 4, "full", 30_000),
+    ],
+)  # fmt: skip
+def test_models_recomputation_and_padded_words(changes, layers, recompute, words):
+    """FLOPs of other models than the formula's stay unknown, as they have no layers."""
+    (run,) = parse_log(notes(**changes))
+    assert (run.num_layers, run.recompute, run.vocab_size) == (layers, recompute, words)
 
 
 @pytest.mark.parametrize("width", [30, 37, 61, 80, 97])
 def test_wrapped_lines_are_put_together(width):
     """A terminal cuts anywhere, in names and numbers, and at some widths right between two fields."""
-    texts = [notes("x", "over 100 iterations = 3200 samples", "7.25")]
+    texts = [notes() + "12: 99\nforward-recv 1.00\n"]  # what follows a whole line is left alone
     # A piece of an iteration's line is known by the bar in it, and names are long.
     texts += [f"{block()}\n{iteration(10, 64)}\n{LINE}"] * (width > 60)
     for text in texts:
@@ -114,27 +105,8 @@ def test_wrapped_lines_are_put_together(width):
             for i in (range(0, len(line), width) if line.startswith(("time", " iteration")) else (0,))
         ]
         assert len(cut) > len(text.splitlines())
+        assert parse_log(text)[0].timers == TIMERS
         assert parse_log("\n".join(cut)) == parse_log(text)
-
-
-def test_lines_after_a_whole_one_are_left_alone():
-    (run,) = parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25") + "12: 99\nforward-recv 1.00\n")
-    assert run.timers == TIMERS
-
-
-@pytest.mark.parametrize("other", [{"ffn_hidden_size": 170}, {"swiglu": True}, {"num_experts": 8}])
-def test_flops_of_other_models_stay_unknown(other):
-    (run,) = parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25", **other))
-    assert run.num_layers is None
-
-
-def test_the_vocabulary_is_what_the_log_says_or_the_named_file_padded():
-    def size(**changes) -> int | None:
-        return parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25", **changes))[0].vocab_size
-
-    assert size(tensor_model_parallel_size=1, data_parallel_size=4) == 29_056
-    assert size(padded_vocab_size=30_000) == 30_000
-    assert size(vocab_file="own.txt") is None
 
 
 @pytest.mark.parametrize(
@@ -158,26 +130,144 @@ def test_what_is_missing_is_one_line(text, message):
 
 
 def test_published_runs_come_back(tmp_path: Path):
-    (run,) = parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25"))
-    path = tmp_path / "runs.json"
-    path.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [asdict(run)]}))
-    log = tmp_path / "a.log"
-    log.write_text(notes("x", "over 100 iterations = 3200 samples", "7.25"))
-    back, parsed = read_runs([path, log])
+    (run,) = parse_log(notes())
+    runs, log = tmp_path / "runs.json", tmp_path / "a.log"
+    runs.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [asdict(run)]}))
+    log.write_text(notes())
+    back, parsed = read_runs([runs, log])
     assert back == replace(run, gpu_memory=list(run.gpu_memory))
     assert parsed.source == "a.log"
-    with pytest.raises(UserError, match=r"runs\.json has no run"):
-        parse_published('{"source": "", "runs": []}', "runs.json")
-    for broken in (
-        "{",
-        "[]",
-        '{"runs": [{}]}',
-        '{"source": "", "runs": [{"name": "x"}]}',
-        '{"source": "", "runs": [3]}',
-    ):
-        with pytest.raises(UserError, match=r"runs\.json does not hold runs"):
-            parse_published(broken, "runs.json")
-    with pytest.raises(UserError, match="unexpected keyword argument 'speed'"):
-        parse_published('{"source": "", "runs": [{"speed": 1}]}', "runs.json")
     with pytest.raises(UserError, match="cannot read"):
         read_runs([tmp_path / "none.log"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"source": "", "runs": []}', r"runs\.json has no run"),
+        *((text, r"runs\.json does not hold runs") for text in ("{", "[]", '{"runs": [{}]}')),
+        ('{"source": "", "runs": [3]}', r"runs\.json does not hold runs"),
+        ('{"source": "", "runs": [{"name": "x"}]}', r"runs\.json does not hold runs"),
+        ('{"source": "", "runs": [{"speed": 1}]}', "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_what_holds_no_runs_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_published(text, "runs.json")
+
+
+# Logs of cs336_systems.train.
+
+MODEL = {
+    "vocab_size": 512, "d_model": 64, "d_ff": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 0,
+    "feed_forward": "gelu", "num_experts": 0, "recompute": "none",
+}  # fmt: skip
+HEADER = {
+    "recipe": {"precision": "fp16"}, "model": MODEL, "seq": 32, "batch_size": 8, "micro_batch_size": 2,
+    "mesh": {"pp": 2, "dp": 2, "ep": 1, "tp": 1}, "environment": {"device": "CPU"},
+}  # fmt: skip
+LAST = {"steps": 40, "peak_memory": [2.0**20, 3 * 2.0**20]}
+
+
+def report(step: int, ms: float, compute: float, skipped: int = 0) -> dict:
+    """A log line; ranks 0 and 1 are the first stage, 2 and 3 the last."""
+    timers = {"forward-recv": [None, None, 5.0, 6.0], "forward-compute": [1.0, 1.0, 2.0, compute]}
+    timers |= {"forward-send": [1.0, 1.0, None, None]}
+    return {"step": step, "loss": 1.0, "step_ms": ms, "timers_ms": timers, "loss_scale": 1.0, "skipped": skipped}
+
+
+REPORTS = [report(10, 900.0, 90.0, skipped=3), report(20, 80.0, 7.0), report(30, 40.0, 8.0), report(40, 48.0, 9.0)]
+
+
+def text(*lines: dict) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def parsed(*lines: dict, model: dict | None = None, **header) -> ScalingRun:
+    (run,) = parse_train_log(text(HEADER | {"model": MODEL | (model or {})} | header, *lines), "a.jsonl")
+    return run
+
+
+def test_a_log_is_the_median_of_its_reports_without_skipped_steps():
+    validation = {"step": 20, "validation_loss": 2.0}
+    assert parsed(*REPORTS[:2], validation, *REPORTS[2:], LAST) == ScalingRun(
+        "a.jsonl", 1, 2, 2, 2, 8, 6.0, {"forward-recv": 6.0, "forward-compute": 8.0}, 4, 64, 32, 512,
+        gpu_memory=(1.0, 3.0), source="a.jsonl, fp16 on CPU",
+    )  # fmt: skip
+    skipped = parsed(REPORTS[0])
+    assert (skipped.ms_per_sample, skipped.gpu_memory) == (900.0 / 8, None)
+    assert parsed(*REPORTS, LAST | {"peak_memory": [0.0, 0.0]}).gpu_memory is None
+
+
+def test_a_log_that_is_still_written_ends_with_its_last_whole_line():
+    whole, cut = text(HEADER, *REPORTS[1:3]), json.dumps(REPORTS[3])
+    (run,) = parse_train_log(whole + cut[:100], "a.jsonl")
+    assert run.ms_per_sample == 60.0 / 8
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "recompute"),
+    [
+        *(({"recompute": ours}, 4, theirs) for ours, theirs in (("segments", "full"), ("attention", "selective"))),
+        ({"recompute": "nested"}, None, "full"),
+        *((other, None, "none") for other in ({"d_ff": 170}, {"feed_forward": "swiglu"}, {"num_experts": 8})),
+        ({"num_kv_heads": 2}, None, "none"),
+        ({"num_kv_heads": 4}, 4, "none"),
+    ],
+)
+def test_models_and_recomputation_in_megatrons_names(model, layers, recompute):
+    run = parsed(*REPORTS, model=model)
+    assert (run.num_layers, run.recompute) == (layers, recompute)
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (text(HEADER, {"step": 10, "loss": 1.0}, LAST), r"^a\.jsonl has no timers: train with --timers max$"),
+        (text(HEADER), "has no step yet: wait for the first line"),
+        (text({"mesh": {}}, *REPORTS), "first line does not have recipe, model, seq, batch_size, micro_batch_size"),
+        (text(HEADER) + "{\n" + text(*REPORTS), "line 2 is not JSON: a log, like records, has a JSON object"),
+        ("[1]\n", "line 1 is not JSON"),
+        ("iteration", "line 1 is not JSON"),
+        ("", "is empty"),
+        (text(HEADER | {"mesh": HEADER["mesh"] | {"ep": 2}}, *REPORTS), "2 expert-parallel ranks have no place"),
+        (text(HEADER | {"mesh": {}}, *REPORTS), r"is not as python -m cs336_systems.train writes its log: KeyError"),
+        (text(HEADER | {"batch_size": 6}, *REPORTS), "global batch 6 is not a multiple of micro-batch 2 x dp 2 = 4"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_in_a_log_of_train_is_one_line(log, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_train_log(log, "a.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_real_run_is_imported_by_the_command(capsys, quick_probe, tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    arguments = [
+        "--data", "random", "--context", "16", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "1",
+        "--device", "cpu", "--steps", "2", "--log-every", "1", "--eval-iters", "1", "--log-file", str(path),
+        "--timers", "max",
+    ]  # fmt: skip
+    assert run_command(train.main, arguments) == 0
+    (run,) = read_runs([path])
+    assert (run.num_layers, run.hidden_size, run.seq_length, run.vocab_size) == (1, 128, 16, 256)
+    assert {"forward-compute", "backward-compute", "optimizer"} <= set(run.timers)
+    assert run.gpu_memory
+    capsys.readouterr()
+    assert run_command(import_log, ["--markdown", str(path)]) == 0
+    assert "| 1 | 1/1/1 | 4 | 2 |" in capsys.readouterr().out
+
+
+def test_what_a_run_prints_is_refused_with_a_pointer_to_its_log():
+    printed = (
+        "iteration        2/       6 | consumed samples:            8 | elapsed time per iteration (ms): 82.2 | "
+        "global batch size:     4 |\ntime (ms) | forward-recv: 6.31 | forward-compute: 16.77\n"
+    )
+    with pytest.raises(UserError) as caught:
+        parse_log(printed, "out.log")
+    assert str(caught.value).endswith(
+        "; of this project's own runs give the log file (--log-file), not what is printed"
+    )
+    partial = f"{'-' * 24} arguments {'-' * 24}\n  world_size ..... 2\n{printed}"
+    with pytest.raises(UserError, match=r"prints first$"):
+        parse_log(partial, "out.log")

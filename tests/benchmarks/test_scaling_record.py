@@ -46,7 +46,7 @@ def layouts(**options) -> list[Layout]:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 4), (3, 9)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 9)])
 def test_the_bubble_of_simulated_timers_is_the_closed_form(name, chunks, stages, microbatches):
     """With 2 ranks a stage, the second twice as slow, which changes the share of nothing."""
     played = simulate(schedule(name, stages, microbatches, chunks))
@@ -67,13 +67,9 @@ def test_the_bubble_of_simulated_timers_is_the_closed_form(name, chunks, stages,
 
 def test_the_bubble_of_stages_that_differ():
     timers = {
-        "forward-compute": [2.0, 4.0],
-        "forward-send-backward-recv": [3.0, None],
-        "backward-compute": [3.0, 5.0],
-        "backward-recv": [2.0, None],
-        "forward-recv": [None, 0.5],
-        "backward-send": [None, 0.25],
-    }
+        "forward-compute": [2.0, 4.0], "forward-send-backward-recv": [3.0, None], "backward-compute": [3.0, 5.0],
+        "backward-recv": [2.0, None], "forward-recv": [None, 0.5], "backward-send": [None, 0.25],
+    }  # fmt: skip
     # The first stage takes 10 in all and computes 5 of them, the second 9.
     assert pipeline_bubble(timers, 2) == pytest.approx((0.5 + 0.1) / 2)
     timers["backward-send"] = [None, 3.0]  # makes 12.5 of the second
@@ -132,11 +128,9 @@ class FakeLauncher:
         return turn([float(count)] * steps, count) | {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": None}
 
 
-def studied(
-    settings: ScalingSettings, launcher: FakeLauncher, monkeypatch, layouts: list[Layout] | None = None
-) -> Study:
+def studied(settings: ScalingSettings, launcher: FakeLauncher, monkeypatch, first: int = 0) -> Study:
     monkeypatch.setattr(scaling_study, "Launcher", lambda here, device: launcher)
-    return Study(settings, layouts or settings.layouts(1), Place())
+    return Study(settings, settings.layouts(1)[first:], Place())
 
 
 def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
@@ -148,15 +142,12 @@ def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
     gates = [("1x1x1", 16), ("1x1x1", 32), ("1x1x2", 32)]
     assert launcher.runs == [(*each, 2, 0, precision) for precision in ("fp32", "bf16") for each in gates]
     alone = FakeLauncher()
-    studied(
-        settings, alone, monkeypatch, study.layouts[3:]
-    ).check()  # one layout in bf16 is held to the gate in fp32 as well
+    studied(settings, alone, monkeypatch, first=3).check()  # one layout in bf16 is held to the gate in fp32 as well
     assert [(name, precision) for name, *_, precision in alone.runs] == [
         ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
     ]  # fmt: skip
-    study = studied(replace(settings, smoke=True), launcher, monkeypatch)
+    study, records = studied(replace(settings, smoke=True), launcher, monkeypatch), []
     launcher.runs.clear()
-    records = []
 
     def make(*given) -> Record:
         records.append(layout_record(settings, *given))
@@ -166,16 +157,10 @@ def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
     turns = [("1x1x1", 16), ("1x1x2", 32)]
     each_round = [(*each, 2, 3, precision) for precision in ("fp32", "bf16") for each in turns]
     assert launcher.runs[6:] == 2 * each_round
-    assert [record.metrics["efficiency_median"] for record in records] == [1.0, 0.5, 1.0, 0.5]
-    assert [record.config["precision"] for record in records] == ["fp32", "fp32", "bf16", "bf16"]
-    assert all("W = " in flag or "noisy" in flag or "share" in flag for record in records for flag in record.flags)
-
-
-def test_a_turn_that_fails_names_its_layout(monkeypatch):
-    settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu")
-    study = studied(settings, FakeLauncher(fails="1x1x2"), monkeypatch)
+    found = [(record.config["precision"], record.metrics["efficiency_median"]) for record in records]
+    assert found == [("fp32", 1.0), ("fp32", 0.5), ("bf16", 1.0), ("bf16", 0.5)]
     with pytest.raises(UserError, match=r"^layout 1x1x2: no luck$"):
-        study.check()
+        studied(settings, FakeLauncher(fails="1x1x2"), monkeypatch).check()
 
 
 def test_a_prediction_gives_each_rank_its_share_of_the_machine():
@@ -194,18 +179,17 @@ def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
     assert crowded(2, 2) == "2 ranks of 2 threads on 2 cores: efficiency is bounded by 2/4"
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 1)
     monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 64)
-    bound = crowded(8, 1)
-    assert "8 ranks share 1 core of 64: the process that starts them is bound" in bound
-    assert "--bind-to none" in bound
+    assert "8 ranks share 1 core of 64: the process that starts them is bound" in crowded(8, 1)
 
 
 def test_efficiency_is_taken_round_by_round():
     one, two = layouts(grid="1x1x1,1x1x2")
-    one.turns = [turn([10.0, 30.0]), turn([40.0]), turn([100.0])]
+    one.turns = [turn([10.0, 30.0]) | {"skipped": 1}, turn([40.0]), turn([100.0])]
     two.turns = [turn([20.0], 2), turn([50.0], 2), turn([200.0], 2)]
     # Twice the batch on twice the ranks: 20 / 20, 40 / 50, 100 / 200.
     found = efficiencies(two, one)
     assert found == pytest.approx({"efficiency_median": 0.8, "efficiency_low": 0.65, "efficiency_high": 0.9})
+    assert "1 of 4 steps were skipped" in layout_record(ScalingSettings(device="cpu"), one, one, PEAK).flags
 
 
 @cache
@@ -237,13 +221,7 @@ def test_the_studys_row_has_the_last_ranks_timers():
     assert run.gpu_memory == (1.0, 2.0)
     assert run.peak_flops == 3e9
     assert (run.layout, run.global_batch_size, run.iteration_ms) == ("1/2/1", 16, 32.0)
-    assert run.num_layers == 4
-    assert study_run(replace(two, config=two.config | {"d_ff": 500})).num_layers is None  # no shape of the formula's
-    assert study_run(replace(two, config=two.config | {"recompute": "segments"})).recompute == "full"
-    assert study_run(replace(two, config=two.config | {"recompute": "nested"})).num_layers is None
-    (text,) = [line for line in summary([one, two]).markdown().splitlines() if line.startswith("| 1x2x1")]
-    assert "| 20.0% | 1-2 MiB |" in text
-    assert "util." not in summary([one, two]).heads
+    assert (run.num_layers, run.recompute) == (4, "none")
     other = replace(two, config=two.config | {"zero": 1, "schedule": "gpipe"})
     assert [row[0] for row in summary([two, other]).rows] == ["1x2x1", "1x2x1, zero 1, schedule gpipe"]
     some = [replace(one, flags=["late"]), replace(two, flags=["late", "small"]), replace(two, flags=["small"])]
@@ -252,28 +230,15 @@ def test_the_studys_row_has_the_last_ranks_timers():
     assert remarks(some[:2], lambda each: each.config["layout"]) == ["1x2x1: small", "late"]
 
 
-def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
+def test_a_finding_is_a_flag_and_is_shown_below_the_tables(capsys):
     one, two = measured()
     one, two = replace(one, flags=[]), replace(two, flags=["late"])
     flag_anomalies([one, two])
     show(sheets([one, two]))
     out = " ".join(capsys.readouterr().out.split())
-    parts = [
-        "tiny bert in fp32, weak scaling",
-        "Timers of the last rank, ms an iteration",
-        "1x1x1: W = 1 (1/1/1)",
-        "1x2x1: late",
-    ]
+    parts = ("tiny bert in fp32, weak scaling", "Timers of the last rank, ms an", "1x1x1: W = 1 (1/1/1)", "1x2x1: late")
     places = [out.index(part) for part in parts]
     assert places == sorted(places)
-    assert "a sample with recompute" not in out  # below the table of imported logs, whose MFU counts other operations
-    assert out.count("bubble: ") == 1
-
-
-def test_skipped_steps_are_flagged():
-    (one,) = layouts(grid="1x1x1")
-    one.turns = [turn([1.0, 1.0]) | {"skipped": 1}]
-    assert layout_record(ScalingSettings(device="cpu"), one, one, PEAK).flags == ["1 of 2 steps were skipped"]
 
 
 def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
@@ -285,26 +250,22 @@ def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
     one, two = studied(settings, FakeLauncher(), monkeypatch).layouts
     assert not one.wrong
     record = layout_record(settings, two, one, PEAK)
-    assert record.status == "unsupported"
-    assert record.config["backend"] == "nccl"
-    assert record.flags == [two.wrong]
+    assert (record.status, record.config["backend"], record.flags) == ("unsupported", "nccl", [two.wrong])
     assert two.wrong.startswith("nccl needs a GPU a rank: 2 ranks, 1 GPU(s)")
 
 
 def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     settings = ScalingSettings(zero=1, chunks=2, schedule="interleaved", sequence_parallel=True, global_batch_per_dp=8)
 
-    def options(*degrees):
-        grid = "x".join(map(str, degrees))
+    def options(grid):
         (layout,) = replace(settings, grid=grid, size="medium").layouts(1)
         recipe, parallel = layout.recipe, layout.recipe.parallel
         found = (parallel.zero, parallel.chunks, parallel.schedule, parallel.sequence_parallel)
         return *found, recipe.data.batch_size
 
-    assert options(1, 1, 1) == (0, 1, None, False, 8)
-    assert options(2, 1, 1) == (0, 1, None, True, 8)
-    assert options(1, 2, 1) == (0, 2, "interleaved", False, 8)
-    assert options(1, 1, 2) == (1, 1, None, False, 16)
-    assert options(2, 2, 2) == (1, 2, "interleaved", True, 16)
+    assert options("2x1x1") == (0, 1, None, True, 8)
+    assert options("1x2x1") == (0, 2, "interleaved", False, 8)
+    assert options("1x1x2") == (1, 1, None, False, 16)
+    assert options("2x2x2") == (1, 2, "interleaved", True, 16)
     (strong,) = replace(settings, global_batch_per_dp=None, global_batch_size=24, grid="1x1x2").layouts(1)
     assert strong.shape.global_batch == 24
