@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
-from tests.support.fault_cases import ALL, FEW, Case, Net, Run, check
-from tests.support.parallel_cases import batch, rows_of
-from tests.test_faults_ddp import steps
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.presets import Mixture, ModelConfig
+from tests.support.fault_cases import ALL, FEW, Case, Net, Run, change, check, steps
+from tests.support.parallel_cases import batch
 
 
 class Mixed(nn.Module):
@@ -31,24 +32,17 @@ class Mixed(nn.Module):
 
 
 class Attention(Mixed):
-    """Which reads the weight of a layer inside it without calling that; with projections in one matrix and in three."""
+    """Which reads the weight of a layer inside it without calling that; with projections in one matrix and in three,
+    and in torch's own transformer."""
 
     def build(self) -> None:
         self.one = nn.MultiheadAttention(6, 2, batch_first=True, add_bias_kv=True)
         self.three = nn.MultiheadAttention(6, 2, kdim=3, vdim=4, batch_first=True)
-
-    def mix(self, x: Tensor) -> Tensor:
-        x = x + self.one(x, x, x)[0]
-        return x + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
-
-
-class Torchs(Mixed):
-    """torch's own transformer."""
-
-    def build(self) -> None:
         self.inner = nn.Transformer(6, 2, 1, 1, 8, dropout=0.0, batch_first=True)
 
     def mix(self, x: Tensor) -> Tensor:
+        x = x + self.one(x, x, x)[0]
+        x = x + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
         return self.inner(x, x)
 
 
@@ -101,6 +95,21 @@ class Table(nn.Module):
 
     def forward(self) -> Tensor:
         return self.table.T if self.turned else self.table
+
+
+class Experts(Mixed):
+    """Layers of experts, whose weights have three axes, sorted or one by one."""
+
+    def build(self) -> None:
+        sizes = {"vocab_size": 9, "context_length": 4, "d_model": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+        for name in ("sort", "einsum"):
+            mixture = Mixture(dispatch=name, shared_expert=True, aux_weight=0.0)
+            self.add_module(name, MoELayer(ModelConfig(**sizes, num_experts=3, bias=True, mixture=mixture)))
+            for p in getattr(self, name).parameters():
+                nn.init.normal_(p)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.einsum(torch.tanh(self.sort(x)))
 
 
 class Returned(Mixed):
@@ -188,87 +197,59 @@ def read_before_forward(run: Run):
     yield from steps(2)(run)
 
 
-def called_with(change: Callable[[Tensor], Tensor]) -> Callable:
+def call_with(run: Run, step: int, others: dict[str, Tensor]) -> None:
     """The module computes with other tensors, which are made from its parameters."""
+    tokens, targets = run.rows(step)
+    run.criterion(torch.func.functional_call(run.module, others, (tokens,)), targets).backward()
 
+
+def called_with(act: Callable[[Tensor], Tensor]) -> Callable:
     def program(run: Run):
-        run.backward(0)
-        yield
-        run.step()
-        others = {name: change(p) for name, p in run.module.named_parameters()}
-        tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(1))
-        logits = torch.func.functional_call(run.module, others, (tokens,))
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        yield from run.train(0)
+        call_with(run, 1, {name: act(p) for name, p in run.module.named_parameters()})
         yield
         run.step()
 
     return program
 
 
-def maml(run: Run):
+def maml(run: Run, step: int) -> None:
     """A gradient through a step of gradient descent (arXiv:1703.03400)."""
     own = dict(run.module.named_parameters())
     gradients = torch.autograd.grad(run.loss(0), list(own.values()), create_graph=True)
-    others = {name: p - 0.1 * g for (name, p), g in zip(own.items(), gradients, strict=True)}
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(1))
-    logits = torch.func.functional_call(run.module, others, (tokens,))
-    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    yield
-    run.step()
+    call_with(run, 1, {name: p - 0.1 * g for (name, p), g in zip(own.items(), gradients, strict=True)})
 
 
-def some_inputs(run: Run):
-    run.loss(0).backward(inputs=[run.module.norm.weight, run.module.last.weight])
-    yield
-    run.step()
+def some_inputs(run: Run, step: int) -> None:
+    run.loss(step).backward(inputs=[run.module.norm.weight, run.module.last.weight])
 
 
-def smooth_loss(run: Run, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
-    x = (tokens.double() / 11).requires_grad_()
+def smooth_inputs(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = run.rows(step)
+    return (tokens.double() / 11).requires_grad_(), targets
+
+
+def smooth(run: Run, step: int, penalty: bool = False, create_graph: bool = False) -> None:
+    """The backward of a loss of numbers, which may have a penalty of their gradient, or a graph of its own."""
+    x, targets = smooth_inputs(run, step)
     output = run.model(x)
-    return x, output, F.cross_entropy(output, targets.flatten())
-
-
-def gradient_penalty(run: Run):
-    for step in range(2):
-        x, output, loss = smooth_loss(run, step)
+    loss = F.cross_entropy(output, targets.flatten())
+    if penalty:
         (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        (loss + slope.square().mean()).backward()
-        yield
-        run.step()
+        loss = loss + slope.square().mean()
+    loss.backward(create_graph=create_graph)
 
 
-def differentiable_backward(run: Run):
-    for step in range(2):
-        smooth_loss(run, step)[2].backward(create_graph=True)
-        yield
-        run.step()
-
-
-def forward_mode(run: Run):
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
+def forward_mode(run: Run, step: int) -> None:
+    x, targets = smooth_inputs(run, step)
     with forward_ad.dual_level():
-        x = tokens.double() / 11
-        output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x, torch.ones_like(x))))
+        output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x.detach(), torch.ones_like(x))))
         (F.cross_entropy(output, targets.flatten()) + slope.square().mean()).backward()
-    yield
-    run.step()
 
 
-def row_by_row(run: Run):
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
-    output = torch.func.vmap(lambda row: run.model(row[None]))(tokens.double() / 11)
-    F.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
-    yield
-    run.step()
-
-
-def smooth_steps(run: Run):
-    for step in range(2):
-        smooth_loss(run, step)[2].backward()
-        yield
-        run.step()
+def row_by_row(run: Run, step: int) -> None:
+    x, targets = smooth_inputs(run, step)
+    run.criterion(torch.func.vmap(lambda row: run.model(row[None]))(x.detach()), targets).backward()
 
 
 def bare_evaluation(run: Run):
@@ -284,10 +265,8 @@ def bare_evaluation(run: Run):
     run.step()
 
 
-def tie_after_wrapping(run: Run):
+def tie(run: Run) -> None:
     run.module.deep[0].weight = run.module.deep[1].weight
-    run.remember()
-    yield from steps(2)(run)
 
 
 def share_memory(module: Net, rank: int) -> None:
@@ -298,23 +277,16 @@ def limit_rows(module: Net, rank: int) -> None:
     module.embedding.max_norm = 0.7
 
 
-def assigned_state(run: Run):
-    run.backward(0)
-    yield
-    run.step()
+def assign_state(run: Run) -> None:
     state = run.module.state_dict(keep_vars=True)
     run.module.load_state_dict({name: value.detach().clone() for name, value in state.items()}, assign=True)
-    run.remember()
-    yield from steps(2)(run)
 
 
 def with_average(run: Run):
     """An average of the weights over time takes them one by one, and its values come back into the model."""
     average = copy.deepcopy(run.module.bare)
     for step in range(3):
-        run.backward(step)
-        yield
-        run.step()
+        yield from run.train(step)
         with torch.no_grad():
             for mean, p in zip(average.parameters(), run.module.parameters(), strict=True):
                 mean.mul_(0.5).add_(p, alpha=0.5)
@@ -329,11 +301,11 @@ def keep_bare(module: Net, rank: int) -> None:
 
 
 KINDS = {
-    "attention, which reads a layer inside that it does not call": Attention,
-    "torch's own transformer": Torchs,
+    "attention, which reads a layer inside that it does not call, and torch's transformer": Attention,
     "recurrent layers, with projections and both ways": Recurrent,
     "weights of three and four axes, a norm over two": Images,
     "parameters beside layers, in lists and dictionaries": Loose,
+    "experts, sorted or one by one": Experts,
     "a layer that returns its weight, or a view of it": Returned,
     "tied parameters of any name": Tied,
     "a function that gives a parameter no gradient": Ungiven,
@@ -351,30 +323,39 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
     "a functional_call with other tensors of no gradient, then backward of the loss": Case(
         called_with(lambda p: p.detach().clone().requires_grad_()), {"stage 3": f"embedding.weight {REPLACED}"}
     ),
-    "a step of model-agnostic meta-learning": Case(maml, {"stage 3": "grad() with respect to embedding.weight"}),
-    "backward(inputs=...) of some parameters": Case(some_inputs, {"stage 3": "backward() with respect to last.weight"}),
+    "a step of model-agnostic meta-learning": Case(
+        steps(1, maml), {"stage 3": "grad() with respect to embedding.weight"}
+    ),
+    "backward(inputs=...) of some parameters": Case(
+        steps(1, some_inputs), {"stage 3": "backward() with respect to last.weight"}
+    ),
     "a buffer that is a view of a weight": Case(
         steps(2), {" | ".join(ALL[4:]): "linear.weight and rows lie in one memory"}, make=Viewed
     ),
     "evaluations of the bare module before and after a step": Case(bare_evaluation),
     "the same, with a fused optimizer": Case(bare_evaluation, cls=partial(torch.optim.AdamW, fused=True), inexact=ALL),
     "a ScriptModule": Case(
-        smooth_steps,
+        steps(of=smooth),
         {"stage 3": "layers.0.weight is compiled into a ScriptModule"},
         make=lambda: torch.jit.script(Smooth()),
         inexact=ALL,
     ),
-    "forward-mode gradients": Case(forward_mode, {"stage 3": "differentiate with torch.autograd"}, make=Smooth),
-    "torch.func.vmap": Case(row_by_row, {"stage 3": "differentiate with torch.autograd"}, make=Smooth, inexact=ALL),
-    "a gradient penalty": Case(gradient_penalty, make=Smooth),
-    "backward(create_graph=True)": Case(differentiable_backward, make=Smooth),
-    "tied after wrapping": Case(tie_after_wrapping, {"stage 3": f"deep.0.weight {REPLACED}"}),
+    "forward-mode gradients": Case(
+        steps(1, forward_mode), {"stage 3": "differentiate with torch.autograd"}, make=Smooth
+    ),
+    "torch.func.vmap": Case(
+        steps(1, row_by_row), {"stage 3": "differentiate with torch.autograd"}, make=Smooth, inexact=ALL
+    ),
+    "a gradient penalty": Case(steps(of=smooth, penalty=True), make=Smooth),
+    "backward(create_graph=True)": Case(steps(of=smooth, create_graph=True), make=Smooth),
+    "tied after wrapping": Case(change(tie), {"stage 3": f"deep.0.weight {REPLACED}"}),
     "two parameters in one memory": Case(
         steps(2), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
     ),
     "an embedding with a max_norm": Case(steps(2), "embedding has a max_norm", prepare=limit_rows),
     "load_state_dict(assign=True)": Case(
-        assigned_state, {" | ".join(ALL[:-1]): f"scale {REPLACED}", "stage 3": "load without assign=True"}
+        change(assign_state, at=1, number=3),
+        {" | ".join(ALL[:-1]): f"scale {REPLACED}", "stage 3": "load without assign=True"},
     ),
     "an average over time, by zip with a plain model's parameters": Case(
         with_average, {"stage 3": "add() of embedding.weight would see rows"}, prepare=keep_bare

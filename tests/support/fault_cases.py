@@ -7,7 +7,7 @@ error.
 
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,6 +85,11 @@ class Run(models.Run):
     def module(self) -> Any:
         return self.model.module
 
+    def train(self, step: int, **options: Any) -> Iterator[None]:
+        self.backward(step, **options)
+        yield
+        self.step()
+
     def step(self) -> None:
         self.optimizer.step()
         self.remember()
@@ -100,6 +105,32 @@ class Run(models.Run):
     def assert_no_step_since(self) -> None:
         for old, new in zip(self.before, self.updated(), strict=True):
             assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
+
+
+def steps(number: int = 2, of: Callable = Run.backward, **options: Any) -> Program:
+    """A program of ordinary steps, in each of which `of(run, step, **options)` takes the backward; an option that is a
+    function is called with each step and rank."""
+
+    def program(run: Run) -> Iterator[None]:
+        for step in range(number):
+            of(run, step, **{key: it(step, run.rank) if callable(it) else it for key, it in options.items()})
+            yield
+            run.step()
+
+    return program
+
+
+def change(act: Callable[[Run], object], at: int = 0, rank: int | None = None, number: int = 2) -> Program:
+    """A program of ordinary steps, before one of which something is changed, on all ranks or on one."""
+
+    def program(run: Run) -> Iterator[None]:
+        for step in range(number):
+            if step == at and rank in (None, run.rank):
+                act(run)
+                run.remember()
+            yield from run.train(step)
+
+    return program
 
 
 def small_buckets(module: nn.Module, cls: type, group, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
