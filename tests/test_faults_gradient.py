@@ -1,6 +1,8 @@
 """Programs that use `.grad` themselves after the synchronisation, as with PyTorch's wrapper: the result is right, or
 every rank raises an error that names the parameter, before the optimizer can step. CASES lists the cases."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -64,25 +66,15 @@ def cancel(run: Run, step: int) -> None:
         p.grad = None
 
 
-def take_out(run: Run, step: int) -> None:
-    """Two parameters stay as they are from the second step on."""
-    if step == 1:
-        group, still = run.optimizer.param_groups[0], {run.module.last.weight, run.module.scale}
-        group["params"] = [p for p in group["params"] if p not in still]
-
-
-def take_out_marked(run: Run, step: int) -> None:
-    group = run.optimizer.param_groups[0]
-    group["params"] = [p for p in group["params"] if not hasattr(p, "stays")]
-
-
 def mark(module: nn.Module, rank: int) -> None:
-    module.last.weight.stays = True
+    module.last.weight.stays = module.scale.stays = True
 
 
-def take_out_on_one_rank(run: Run, step: int) -> None:
-    if run.rank == 1:
-        take_out(run, step + 1)
+def take_out(run: Run, step: int, only: int | None = None) -> None:
+    """Parameters with a mark of the user's stay as they are from the second step on, or on one rank from the first."""
+    if step == 1 or run.rank == only:
+        group = run.optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if not hasattr(p, "stays")]
 
 
 def scale_momentum(run: Run, step: int) -> None:
@@ -153,12 +145,12 @@ CASES = {
     "a batch dropped by zero_grad() of the bare module": Case(steps(1, drop_batch, zero="module")),
     # What a hook must not do to each rank's own gradient.
     "each gradient normalised after finish": Case(each(lambda p: p.grad.div_(p.grad.norm() + 1)), inexact=SCATTERS),
-    "a parameter taken out of its group": Case(then(take_out, 3)),
-    "a parameter taken out of its group on one rank": Case(
-        then(take_out_on_one_rank),
+    "marked parameters taken out of their group": Case(then(take_out, 3), prepare=mark),
+    "marked parameters taken out of their group on one rank": Case(
+        then(partial(take_out, only=1)),
         {" | ".join(ALL[:4]): "the ranks' weights differ", " | ".join(ALL[4:]): "hash of the parameters' names = "},
+        prepare=mark,
     ),
-    "parameters with a mark of the user's taken out": Case(then(take_out_marked, 3), prepare=mark),
     "the optimizer's state cleared": Case(then(lambda run, step: run.optimizer.state.clear(), 3)),
     "the optimizer's momentum scaled": Case(then(scale_momentum, 3)),
     "noise added to gradients": Case(each(lambda p: p.grad.add_(torch.full_like(p, 0.01))), REFUSED),

@@ -21,8 +21,8 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
 from tests.support import ranks
-from tests.support.fault_cases import TOLERANCE, Net, full_parameters
-from tests.support.parallel_cases import loss_of, spread
+from tests.support.fault_cases import KINDS, Case, Net, compare, oracle, start, steps
+from tests.support.parallel_cases import loss_of
 
 LAYOUTS = ("flat", "whole")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -184,30 +184,25 @@ def fewer_parameters_than_ranks_case(group) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+CLOSURE = Case(steps(3, lambda run, step: run.backward(0)), cls=torch.optim.SGD, options={"lr": 0.5})
+
+
 def closure_case(group) -> None:
     """A closure that does everything, the synchronisation included, as LBFGS-style loops do."""
-    for stage in (0, 1, 2, 3):
-        torch.manual_seed(0)
-        alone, (model, optimizer) = Net(), zero(Net(), torch.optim.SGD, stage, lr=0.5)
-        alone.load_state_dict(model.gather_full_params() if stage == 3 else model.module.state_dict(), strict=False)
-        plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+    want = oracle(CLOSURE, group.size())
+    for mode in KINDS:
+        run = start(CLOSURE, mode, group)
 
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = loss_of(model, 0, group.rank(), group.size())
+        def closure(run=run):
+            run.optimizer.zero_grad()
+            loss = run.loss(0)
             loss.backward()
-            model.finish_gradient_synchronization()
+            run.model.finish_gradient_synchronization()
             return loss.detach()
 
         for _ in range(3):
-            optimizer.step(closure)
-            alone.zero_grad()
-            loss_of(alone, 0).backward()
-            plain.step()
-        full = full_parameters(model)
-        for name, p in alone.named_parameters():
-            torch.testing.assert_close(full[name], p.detach(), rtol=TOLERANCE, atol=TOLERANCE)
-        assert spread(group, list(full.values())) == 0
+            run.optimizer.step(closure)
+        compare(group, CLOSURE, run, mode, want)
 
 
 def another_order_on_one_rank_case(group) -> None:

@@ -1,13 +1,10 @@
 """Layers of every kind, whose parameters have any name and number of axes, and programs that replace parameters by
 other tensors: the result is right, or every rank raises an error that names the cause, before a step."""
 
-import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
@@ -31,43 +28,37 @@ class Mixed(nn.Module):
         return self.head(self.mix(self.embedding(tokens)))
 
 
-class Attention(Mixed):
-    """Which reads the weight of a layer inside it without calling that; with projections in one matrix and in three,
-    and in torch's own transformer."""
+def experts(dispatch: str) -> MoELayer:
+    sizes = {"vocab_size": 9, "context_length": 4, "d_model": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    mixture = Mixture(dispatch=dispatch, shared_expert=True, aux_weight=0.0)
+    layer = MoELayer(ModelConfig(**sizes, num_experts=3, bias=True, mixture=mixture))
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    return layer
+
+
+class Layers(Mixed):
+    """Attention, which reads the weight of a layer inside it without calling that, with projections in one matrix and
+    in three; torch's own transformer; layers that keep a list of their parameters, and cells; weights of three and
+    four axes, a norm over two axes; experts, sorted or one by one."""
 
     def build(self) -> None:
         self.one = nn.MultiheadAttention(6, 2, batch_first=True, add_bias_kv=True)
         self.three = nn.MultiheadAttention(6, 2, kdim=3, vdim=4, batch_first=True)
         self.inner = nn.Transformer(6, 2, 1, 1, 8, dropout=0.0, batch_first=True)
-
-    def mix(self, x: Tensor) -> Tensor:
-        x = x + self.one(x, x, x)[0]
-        x = x + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
-        return self.inner(x, x)
-
-
-class Recurrent(Mixed):
-    """Layers that keep a list of their parameters, and cells."""
-
-    def build(self) -> None:
         self.lstm = nn.LSTM(6, 6, 2, batch_first=True, bidirectional=True, proj_size=3)
         self.gru, self.rnn = nn.GRU(6, 6, batch_first=True), nn.RNN(6, 6, batch_first=True, bias=False)
         self.cell = nn.GRUCell(6, 6)
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.cell(self.rnn(self.gru(self.lstm(x)[0])[0])[0].flatten(0, 1)).view_as(x)
-
-
-class Images(Mixed):
-    """Weights of three and four axes, and a norm over two axes."""
-
-    def build(self) -> None:
         self.wide, self.back = nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 1, 3, padding=1, bias=False)
         self.pairs, self.norm = nn.Bilinear(6, 6, 6), nn.LayerNorm((4, 6))
+        self.sort, self.einsum = experts("sort"), experts("einsum")
 
     def mix(self, x: Tensor) -> Tensor:
-        y = self.back(torch.tanh(self.wide(x[:, None])))[:, 0]
-        return self.norm(self.pairs(y, torch.tanh(x)))
+        x = self.one(x, x, x)[0] + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
+        x = self.inner(x, x)
+        x = x + self.cell(self.rnn(self.gru(self.lstm(x)[0])[0])[0].flatten(0, 1)).view_as(x)
+        x = self.pairs(self.back(torch.tanh(self.wide(x[:, None])))[:, 0], torch.tanh(x))
+        return self.norm(self.einsum(torch.tanh(self.sort(x))))
 
 
 class Loose(Mixed):
@@ -95,21 +86,6 @@ class Table(nn.Module):
 
     def forward(self) -> Tensor:
         return self.table.T if self.turned else self.table
-
-
-class Experts(Mixed):
-    """Layers of experts, whose weights have three axes, sorted or one by one."""
-
-    def build(self) -> None:
-        sizes = {"vocab_size": 9, "context_length": 4, "d_model": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-        for name in ("sort", "einsum"):
-            mixture = Mixture(dispatch=name, shared_expert=True, aux_weight=0.0)
-            self.add_module(name, MoELayer(ModelConfig(**sizes, num_experts=3, bias=True, mixture=mixture)))
-            for p in getattr(self, name).parameters():
-                nn.init.normal_(p)
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.einsum(torch.tanh(self.sort(x)))
 
 
 class Returned(Mixed):
@@ -166,26 +142,10 @@ class Ungiven(Mixed):
         return self.last(Ungiving.apply(Ungiving.apply(self.first(x)[..., None], self.scale)[..., 0], self.last.weight))
 
 
-class Viewed(Mixed):
-    """A buffer that is a view of a weight, which training changes."""
-
-    def build(self) -> None:
-        self.linear = nn.Linear(6, 6).double()
-        self.register_buffer("rows", self.linear.weight.data[:2])
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.rows.sum()
-
-
-class Smooth(nn.Module):
-    """Of numbers, with respect to which there is a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 44)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).view(-1, 11)
+def numbers() -> nn.Module:
+    """A model of numbers, with respect to which there is a gradient."""
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 44), nn.Unflatten(-1, (4, 11))
+    return nn.Sequential(*layers).double()
 
 
 def read_before_forward(run: Run):
@@ -194,7 +154,7 @@ def read_before_forward(run: Run):
     (scale * run.loss(0)).backward()
     yield
     run.step()
-    yield from steps(2)(run)
+    yield from steps()(run)
 
 
 def call_with(run: Run, step: int, others: dict[str, Tensor]) -> None:
@@ -203,14 +163,8 @@ def call_with(run: Run, step: int, others: dict[str, Tensor]) -> None:
     run.criterion(torch.func.functional_call(run.module, others, (tokens,)), targets).backward()
 
 
-def called_with(act: Callable[[Tensor], Tensor]) -> Callable:
-    def program(run: Run):
-        yield from run.train(0)
-        call_with(run, 1, {name: act(p) for name, p in run.module.named_parameters()})
-        yield
-        run.step()
-
-    return program
+def halved(run: Run, step: int) -> None:
+    call_with(run, step, {name: p * 0.5 for name, p in run.module.named_parameters()})
 
 
 def maml(run: Run, step: int) -> None:
@@ -224,16 +178,16 @@ def some_inputs(run: Run, step: int) -> None:
     run.loss(step).backward(inputs=[run.module.norm.weight, run.module.last.weight])
 
 
-def smooth_inputs(run: Run, step: int) -> tuple[Tensor, Tensor]:
+def numbers_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
     tokens, targets = run.rows(step)
-    return (tokens.double() / 11).requires_grad_(), targets
+    return tokens.double() / 11, targets
 
 
 def smooth(run: Run, step: int, penalty: bool = False, create_graph: bool = False) -> None:
-    """The backward of a loss of numbers, which may have a penalty of their gradient, or a graph of its own."""
-    x, targets = smooth_inputs(run, step)
-    output = run.model(x)
-    loss = F.cross_entropy(output, targets.flatten())
+    """The loss of numbers may have a penalty of its gradient, and backward a graph of its own."""
+    x, targets = numbers_of(run, step)
+    output = run.model(x.requires_grad_())
+    loss = run.criterion(output, targets)
     if penalty:
         (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         loss = loss + slope.square().mean()
@@ -241,15 +195,15 @@ def smooth(run: Run, step: int, penalty: bool = False, create_graph: bool = Fals
 
 
 def forward_mode(run: Run, step: int) -> None:
-    x, targets = smooth_inputs(run, step)
+    x, targets = numbers_of(run, step)
     with forward_ad.dual_level():
-        output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x.detach(), torch.ones_like(x))))
-        (F.cross_entropy(output, targets.flatten()) + slope.square().mean()).backward()
+        output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x, torch.ones_like(x))))
+        (run.criterion(output, targets) + slope.square().mean()).backward()
 
 
 def row_by_row(run: Run, step: int) -> None:
-    x, targets = smooth_inputs(run, step)
-    run.criterion(torch.func.vmap(lambda row: run.model(row[None]))(x.detach()), targets).backward()
+    x, targets = numbers_of(run, step)
+    run.criterion(torch.func.vmap(lambda row: run.model(row[None])[0])(x), targets).backward()
 
 
 def bare_evaluation(run: Run):
@@ -282,47 +236,23 @@ def assign_state(run: Run) -> None:
     run.module.load_state_dict({name: value.detach().clone() for name, value in state.items()}, assign=True)
 
 
-def with_average(run: Run):
-    """An average of the weights over time takes them one by one, and its values come back into the model."""
-    average = copy.deepcopy(run.module.bare)
-    for step in range(3):
-        yield from run.train(step)
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), run.module.parameters(), strict=True):
-                mean.mul_(0.5).add_(p, alpha=0.5)
-    with torch.no_grad():
-        for mean, p in zip(average.parameters(), run.module.parameters(), strict=True):
-            p.copy_(mean)
+def share_with_buffer(module: Net, rank: int) -> None:
+    module.register_buffer("rows", module.last.weight.data[:2])
 
 
-def keep_bare(module: Net, rank: int) -> None:
-    torch.manual_seed(0)
-    object.__setattr__(module, "bare", Net())
-
-
-KINDS = {
-    "attention, which reads a layer inside that it does not call, and torch's transformer": Attention,
-    "recurrent layers, with projections and both ways": Recurrent,
-    "weights of three and four axes, a norm over two": Images,
-    "parameters beside layers, in lists and dictionaries": Loose,
-    "experts, sorted or one by one": Experts,
-    "a layer that returns its weight, or a view of it": Returned,
-    "tied parameters of any name": Tied,
-    "a function that gives a parameter no gradient": Ungiven,
-}
 REPLACED = "is not the parameter that was wrapped"
-CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.items()} | {
+CASES = {
+    "layers of every kind, torch's transformer, experts": Case(steps(), make=Layers, modes=FEW),
+    "parameters beside layers, in lists and dictionaries": Case(steps(), make=Loose, modes=FEW),
+    "a layer that returns its weight, or a view of it": Case(steps(), make=Returned, modes=FEW),
+    "tied parameters of any name": Case(steps(), make=Tied, modes=FEW),
+    "a function that gives a parameter no gradient": Case(steps(), make=Ungiven, modes=FEW),
     # On some processors a product of a matrix and a vector, which spectral_norm has, adds in another order if the
     # matrix does not begin at a multiple of 16 bytes, as in a flat buffer.
     "weight_norm and spectral_norm, old and new": Case(
         read_before_forward, make=Normed, inexact=("stage 1", "stage 2 in small buckets")
     ),
-    "a functional_call with other parameters": Case(
-        called_with(lambda p: p * 0.5), {"stage 3": f"embedding.weight {REPLACED}"}
-    ),
-    "a functional_call with other tensors of no gradient, then backward of the loss": Case(
-        called_with(lambda p: p.detach().clone().requires_grad_()), {"stage 3": f"embedding.weight {REPLACED}"}
-    ),
+    "a functional_call with other parameters": Case(steps(of=halved), {"stage 3": f"embedding.weight {REPLACED}"}),
     "a step of model-agnostic meta-learning": Case(
         steps(1, maml), {"stage 3": "grad() with respect to embedding.weight"}
     ),
@@ -330,35 +260,32 @@ CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.item
         steps(1, some_inputs), {"stage 3": "backward() with respect to last.weight"}
     ),
     "a buffer that is a view of a weight": Case(
-        steps(2), {" | ".join(ALL[4:]): "linear.weight and rows lie in one memory"}, make=Viewed
+        steps(), {" | ".join(ALL[4:]): "last.weight and rows lie in one memory"}, prepare=share_with_buffer
     ),
     "evaluations of the bare module before and after a step": Case(bare_evaluation),
     "the same, with a fused optimizer": Case(bare_evaluation, cls=partial(torch.optim.AdamW, fused=True), inexact=ALL),
     "a ScriptModule": Case(
         steps(of=smooth),
-        {"stage 3": "layers.0.weight is compiled into a ScriptModule"},
-        make=lambda: torch.jit.script(Smooth()),
+        {"stage 3": "0.weight is compiled into a ScriptModule"},
+        make=lambda: torch.jit.script(numbers()),
         inexact=ALL,
     ),
     "forward-mode gradients": Case(
-        steps(1, forward_mode), {"stage 3": "differentiate with torch.autograd"}, make=Smooth
+        steps(1, forward_mode), {"stage 3": "differentiate with torch.autograd"}, make=numbers
     ),
     "torch.func.vmap": Case(
-        steps(1, row_by_row), {"stage 3": "differentiate with torch.autograd"}, make=Smooth, inexact=ALL
+        steps(1, row_by_row), {"stage 3": "differentiate with torch.autograd"}, make=numbers, inexact=ALL
     ),
-    "a gradient penalty": Case(steps(of=smooth, penalty=True), make=Smooth),
-    "backward(create_graph=True)": Case(steps(of=smooth, create_graph=True), make=Smooth),
+    "a gradient penalty": Case(steps(of=smooth, penalty=True), make=numbers),
+    "backward(create_graph=True)": Case(steps(of=smooth, create_graph=True), make=numbers),
     "tied after wrapping": Case(change(tie), {"stage 3": f"deep.0.weight {REPLACED}"}),
     "two parameters in one memory": Case(
-        steps(2), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
+        steps(), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
     ),
-    "an embedding with a max_norm": Case(steps(2), "embedding has a max_norm", prepare=limit_rows),
+    "an embedding with a max_norm": Case(steps(), "embedding has a max_norm", prepare=limit_rows),
     "load_state_dict(assign=True)": Case(
         change(assign_state, at=1, number=3),
         {" | ".join(ALL[:-1]): f"scale {REPLACED}", "stage 3": "load without assign=True"},
-    ),
-    "an average over time, by zip with a plain model's parameters": Case(
-        with_average, {"stage 3": "add() of embedding.weight would see rows"}, prepare=keep_bare
     ),
 }
 

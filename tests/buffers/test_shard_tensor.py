@@ -181,6 +181,10 @@ REFUSED = {
     "flatten": lambda w: nn.utils.parameters_to_vector([w]),
     "deepcopied view": lambda w: copy.deepcopy(w).view(-1),
     "add": lambda w: w.detach() + torch.ones(2, 1, 1, dtype=w.dtype),
+    "average over time": lambda w: torch.ones(5, 5, dtype=w.dtype).mul_(0.5).add_(w, alpha=0.5),
+    "penalty": lambda w: (w.T @ w - torch.eye(5)).square().sum(),
+    "columns": lambda w: w.norm(dim=0),
+    "xavier": nn.init.xavier_normal_,
 }
 
 
