@@ -56,6 +56,7 @@ class Case:
     options: dict = field(default_factory=lambda: {"lr": 0.05, "weight_decay": 0.1})
     tolerance: float = TOLERANCE
     modes: tuple[str, ...] = KINDS
+    worlds: tuple[int, ...] = (2,)  # numbers of ranks
     waits: bool = False  # whether some rank learns of the error by waiting, so that each mode needs ranks of its own
 
     def __post_init__(self) -> None:
@@ -240,14 +241,15 @@ def failing_case(group, module: str, name: str, mode: str) -> None:
         run.assert_no_step_since()
 
 
-def check(module: str, name: str, case: Case, world: int = 2) -> None:
+def check(module: str, name: str, case: Case) -> None:
     """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
-    modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
-    apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
-    if together := [mode for mode in modes if mode not in apart]:
-        ranks.run(together_case, world, module=module, name=name, modes=together)
-    for mode in apart:
-        errors = ranks.run_failing(failing_case, world, module=module, name=name, mode=mode)
-        for rank, error in enumerate(errors):
-            assert error is not None, f"{mode}: rank {rank} raised nothing"
-            assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"
+    for world in case.worlds:
+        modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
+        apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
+        if together := [mode for mode in modes if mode not in apart]:
+            ranks.run(together_case, world, module=module, name=name, modes=together)
+        for mode in apart:
+            errors = ranks.run_failing(failing_case, world, module=module, name=name, mode=mode)
+            for rank, error in enumerate(errors):
+                assert error is not None, f"{mode}: rank {rank} raised nothing"
+                assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"
