@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.check.cases import bare
 from tests.support.fault_cases import ALL, KINDS, MODES, SCATTERS, Case, Replica, Run, change, check, steps
 
 
@@ -137,11 +138,6 @@ def wrap_anew(run: Run):
     module.optional.requires_grad_(True)
     run.model = Replica(module) if isinstance(run.model, Replica) else type(run.model)(module)
     yield from run.train(1)
-
-
-def bare_forward(run: Run, step: int) -> None:
-    tokens, targets = run.rows(step)
-    run.criterion(run.module(tokens), targets).backward()
 
 
 def drop_wrapper(run: Run):
@@ -316,7 +312,7 @@ CASES = {
     "a hook on a weight, before wrapping": Case(steps(), HOOKED, prepare=hook_weight),
     "a hook on a weight, after wrapping": Case(change(lambda run: hook_weight(run.module)), HOOKED),
     "taken out, unfrozen, wrapped anew": Case(wrap_anew, prepare=freeze, modes=DDP),
-    "the bare module called instead of the wrapper": Case(steps(of=bare_forward)),
+    "the bare module called instead of the wrapper": Case(bare),
     "the wrapper dropped, the bare module trained": Case(
         drop_wrapper,
         {" | ".join(ALL[:5]): "the wrapper of these parameters is gone", " | ".join(SCATTERS): "step() before "},

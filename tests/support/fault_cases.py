@@ -86,6 +86,8 @@ class Run(models.Run):
     def module(self) -> Any:
         return self.model.module
 
+    bare = module
+
     def train(self, step: int, **options: Any) -> Iterator[None]:
         self.backward(step, **options)
         yield
