@@ -1,19 +1,20 @@
 """Programs that use `.grad` themselves after the synchronisation, as with PyTorch's wrapper: the result is right, or
 every rank raises an error that names the parameter, before the optimizer can step. CASES lists the cases."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.support.fault_cases import ALL, KINDS, REDUCES_EARLY, SCATTERS, Case, Run, check
-from tests.test_faults_backward import DROPPED, drop_then_finish
-from tests.test_faults_zero import keep_parameters
+from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check, steps
+from tests.test_faults_backward import DROPPED, drop_batch, zero_grad, zeroed
 
 STAGE_2 = SCATTERS[:-1]
 
 
-def then(change, number: int = 2, zero=lambda run: run.optimizer.zero_grad()):
+def then(change, number: int = 2):
     """Steps in which `change` does something with the gradients after the synchronisation."""
 
     def program(run: Run):
@@ -21,11 +22,21 @@ def then(change, number: int = 2, zero=lambda run: run.optimizer.zero_grad()):
             run.backward(step, skip=step == 1)
             yield
             change(run, step)
-            run.optimizer.step()
-            run.remember()
-            zero(run)
+            run.step()
 
     return program
+
+
+def each(act):
+    """Steps after whose synchronisation `act` does something with each parameter that has a gradient."""
+
+    @torch.no_grad()
+    def change(run: Run, step: int) -> None:
+        for p in run.model.parameters():
+            if p.grad is not None:
+                act(p)
+
+    return then(change)
 
 
 def clip_norm(run: Run, step: int) -> None:
@@ -43,12 +54,10 @@ def clip_value(run: Run, step: int) -> None:
     clip_grad_value_(run.model.parameters(), 0.001, foreach=(None, True)[step])
 
 
-def scale(run: Run, step: int) -> None:
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad *= 0.5
-            p.grad.div_(torch.tensor(3.0))
-            p.grad.data.mul_(7)
+def scale(p: nn.Parameter) -> None:
+    p.grad *= 0.5
+    p.grad.div_(torch.tensor(3.0))
+    p.grad.data.mul_(7)
 
 
 def cancel(run: Run, step: int) -> None:
@@ -57,36 +66,15 @@ def cancel(run: Run, step: int) -> None:
         p.grad = None
 
 
-def normalise(run: Run, step: int) -> None:
-    """What a hook must not do to each rank's own gradient."""
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.div_(p.grad.norm() + 1)
-
-
-def take_out(run: Run, step: int) -> None:
-    """Two parameters stay as they are from the second step on."""
-    if step == 1:
-        group, still = run.optimizer.param_groups[0], {run.module.last.weight, run.module.scale}
-        group["params"] = [p for p in group["params"] if p not in still]
-
-
-def take_out_marked(run: Run, step: int) -> None:
-    group = run.optimizer.param_groups[0]
-    group["params"] = [p for p in group["params"] if not hasattr(p, "stays")]
-
-
 def mark(module: nn.Module, rank: int) -> None:
-    module.last.weight.stays = True
+    module.last.weight.stays = module.scale.stays = True
 
 
-def take_out_on_one_rank(run: Run, step: int) -> None:
-    if run.rank == 1:
-        take_out(run, step + 1)
-
-
-def clear_state(run: Run, step: int) -> None:
-    run.optimizer.state.clear()
+def take_out(run: Run, step: int, only: int | None = None) -> None:
+    """Parameters with a mark of the user's stay as they are from the second step on, or on one rank from the first."""
+    if step == 1 or run.rank == only:
+        group = run.optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if not hasattr(p, "stays")]
 
 
 def scale_momentum(run: Run, step: int) -> None:
@@ -97,23 +85,8 @@ def scale_momentum(run: Run, step: int) -> None:
             run.optimizer.state[p]["exp_avg_sq"].mul_(2)
 
 
-def add_noise(run: Run, step: int) -> None:
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.add_(torch.full_like(p, 0.01))
-
-
-def descend(run: Run, step: int) -> None:
-    with torch.no_grad():
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.sub_(0.1 * p.grad)
-
-
-def assign(run: Run, step: int) -> None:
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad = torch.full_like(p, 0.01)
+def assign(p: nn.Parameter) -> None:
+    p.grad = torch.full_like(p, 0.01)
 
 
 def keep_some(run: Run):
@@ -143,62 +116,52 @@ def sam(run: Run):
     run.step()
 
 
-def drop_then_retry(run: Run):
-    run.backward(0)
-    run.module.zero_grad()
-    run.backward(1)
-    yield
-    run.step()
-
-
 def plain_optimizer(of):
     def program(run: Run):
         run.optimizer = torch.optim.AdamW(of(run), lr=0.1, weight_decay=0.5)
         run.remember()
-        run.backward(0)
-        yield
-        run.step()
+        yield from run.train(0)
 
     return program
 
 
-def zero_module(run: Run) -> None:
-    run.module.zero_grad()
-
-
-def zero_module_in_place(run: Run) -> None:
-    run.module.zero_grad(set_to_none=False)
+def keep_parameters(module: nn.Module, rank: int) -> None:
+    module.before = list(module.parameters())
 
 
 REFUSED = {" | ".join(STAGE_2): "which rests sharded"}
 CASES = {
-    "torch's clip_grad_norm_, stages 0 to 2": Case(then(clip_norm, 3), modes=KINDS[:-1], inexact=STAGE_2),
+    "torch's clip_grad_norm_ after finish": Case(then(clip_norm, 3), inexact=SCATTERS, worlds=(2, 3)),
     "torch's clip_grad_norm_ of the optimizer's own groups": Case(then(clip_groups), inexact=SCATTERS),
     "torch's clip_grad_value_": Case(then(clip_value)),
-    "gradients scaled in place": Case(then(scale)),
-    "gradients of some layers dropped after finish": Case(then(cancel, 3)),
+    "gradients scaled in place": Case(each(scale)),
+    "gradients of some layers dropped after finish": Case(then(cancel, 3), worlds=(2, 3)),
     "gradients of some layers dropped between two synchronisations": Case(keep_some, inexact=SCATTERS),
-    "zero_grad() of the bare module": Case(then(lambda run, step: None, 3, zero_module)),
-    "zero_grad(set_to_none=False) of the bare module": Case(then(lambda run, step: None, 3, zero_module_in_place)),
+    "zero_grad() of the bare module": Case(zeroed(lambda run: zero_grad(run, "module"))),
+    "zero_grad(set_to_none=False) of the bare module": Case(zeroed(lambda run: zero_grad(run, "module", False))),
     "zero_grad() of the bare module after backward, then finish": Case(
-        drop_then_finish(zero_module), {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED}
+        steps(1, drop_batch, zero="module", again=False), {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED}
     ),
-    "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry),
-    "each gradient normalised after finish": Case(then(normalise), inexact=SCATTERS),
-    "a parameter taken out of its group": Case(then(take_out, 3)),
-    "a parameter taken out of its group on one rank": Case(
-        then(take_out_on_one_rank),
+    "a batch dropped by zero_grad() of the bare module": Case(steps(1, drop_batch, zero="module")),
+    # What a hook must not do to each rank's own gradient.
+    "each gradient normalised after finish": Case(each(lambda p: p.grad.div_(p.grad.norm() + 1)), inexact=SCATTERS),
+    "marked parameters taken out of their group": Case(then(take_out, 3), prepare=mark),
+    "marked parameters taken out of their group on one rank": Case(
+        then(partial(take_out, only=1)),
         {" | ".join(ALL[:4]): "the ranks' weights differ", " | ".join(ALL[4:]): "hash of the parameters' names = "},
+        prepare=mark,
     ),
-    "parameters with a mark of the user's taken out": Case(then(take_out_marked, 3), prepare=mark),
-    "the optimizer's state cleared": Case(then(clear_state, 3)),
+    "the optimizer's state cleared": Case(then(lambda run, step: run.optimizer.state.clear(), 3)),
     "the optimizer's momentum scaled": Case(then(scale_momentum, 3)),
-    "noise added to gradients": Case(then(add_noise), REFUSED),
-    "weights updated by hand": Case(then(descend), REFUSED),
-    "gradients assigned": Case(then(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}),
+    "noise added to gradients": Case(each(lambda p: p.grad.add_(torch.full_like(p, 0.01))), REFUSED),
+    "weights updated by hand": Case(each(lambda p: p.sub_(0.1 * p.grad)), REFUSED),
+    "gradients assigned": Case(each(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}),
     "sharpness-aware minimisation": Case(sam, REFUSED),
     "a plain optimizer from before wrapping": Case(
-        plain_optimizer(lambda run: run.module.before), REFUSED, prepare=keep_parameters, modes=("bucketed", *STAGE_2)
+        plain_optimizer(lambda run: run.module.before),
+        {**REFUSED, "stage 3": "AdamW was made before embedding.weight was sharded"},
+        prepare=keep_parameters,
+        modes=("bucketed", *SCATTERS),
     ),
     "a plain optimizer of named_parameters()": Case(
         plain_optimizer(lambda run: [p for _, p in run.model.named_parameters()]), REFUSED, modes=("bucketed", *STAGE_2)
@@ -209,10 +172,3 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_right_or_an_error_that_names_the_cause(name):
     check(__name__, name, CASES[name])
-
-
-@pytest.mark.parametrize(
-    "name", ["torch's clip_grad_norm_, stages 0 to 2", "gradients of some layers dropped after finish"]
-)
-def test_right_on_three_ranks(name):
-    check(__name__, name, CASES[name], world=3)

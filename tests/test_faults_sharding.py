@@ -1,20 +1,18 @@
 """Layers of every kind, whose parameters have any name and number of axes, and programs that replace parameters by
 other tensors: the result is right, or every rank raises an error that names the cause, before a step."""
 
-import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
-from tests.support.fault_cases import ALL, FEW, Case, Net, Run, check
-from tests.support.parallel_cases import batch, rows_of
-from tests.test_faults_ddp import steps
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.presets import Mixture, ModelConfig
+from tests.support.fault_cases import ALL, FEW, Case, Net, Run, change, check, steps
+from tests.support.parallel_cases import batch
 
 
 class Mixed(nn.Module):
@@ -30,50 +28,37 @@ class Mixed(nn.Module):
         return self.head(self.mix(self.embedding(tokens)))
 
 
-class Attention(Mixed):
-    """Which reads the weight of a layer inside it without calling that; with projections in one matrix and in three."""
+def experts(dispatch: str) -> MoELayer:
+    sizes = {"vocab_size": 9, "context_length": 4, "d_model": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    mixture = Mixture(dispatch=dispatch, shared_expert=True, aux_weight=0.0)
+    layer = MoELayer(ModelConfig(**sizes, num_experts=3, bias=True, mixture=mixture))
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    return layer
+
+
+class Layers(Mixed):
+    """Attention, which reads the weight of a layer inside it without calling that, with projections in one matrix and
+    in three; torch's own transformer; layers that keep a list of their parameters, and cells; weights of three and
+    four axes, a norm over two axes; experts, sorted or one by one."""
 
     def build(self) -> None:
         self.one = nn.MultiheadAttention(6, 2, batch_first=True, add_bias_kv=True)
         self.three = nn.MultiheadAttention(6, 2, kdim=3, vdim=4, batch_first=True)
-
-    def mix(self, x: Tensor) -> Tensor:
-        x = x + self.one(x, x, x)[0]
-        return x + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
-
-
-class Torchs(Mixed):
-    """torch's own transformer."""
-
-    def build(self) -> None:
         self.inner = nn.Transformer(6, 2, 1, 1, 8, dropout=0.0, batch_first=True)
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.inner(x, x)
-
-
-class Recurrent(Mixed):
-    """Layers that keep a list of their parameters, and cells."""
-
-    def build(self) -> None:
         self.lstm = nn.LSTM(6, 6, 2, batch_first=True, bidirectional=True, proj_size=3)
         self.gru, self.rnn = nn.GRU(6, 6, batch_first=True), nn.RNN(6, 6, batch_first=True, bias=False)
         self.cell = nn.GRUCell(6, 6)
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.cell(self.rnn(self.gru(self.lstm(x)[0])[0])[0].flatten(0, 1)).view_as(x)
-
-
-class Images(Mixed):
-    """Weights of three and four axes, and a norm over two axes."""
-
-    def build(self) -> None:
         self.wide, self.back = nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 1, 3, padding=1, bias=False)
         self.pairs, self.norm = nn.Bilinear(6, 6, 6), nn.LayerNorm((4, 6))
+        self.sort, self.einsum = experts("sort"), experts("einsum")
 
     def mix(self, x: Tensor) -> Tensor:
-        y = self.back(torch.tanh(self.wide(x[:, None])))[:, 0]
-        return self.norm(self.pairs(y, torch.tanh(x)))
+        x = self.one(x, x, x)[0] + self.three(x, x[..., :3], x[..., :4], need_weights=False)[0]
+        x = self.inner(x, x)
+        x = x + self.cell(self.rnn(self.gru(self.lstm(x)[0])[0])[0].flatten(0, 1)).view_as(x)
+        x = self.pairs(self.back(torch.tanh(self.wide(x[:, None])))[:, 0], torch.tanh(x))
+        return self.norm(self.einsum(torch.tanh(self.sort(x))))
 
 
 class Loose(Mixed):
@@ -157,26 +142,10 @@ class Ungiven(Mixed):
         return self.last(Ungiving.apply(Ungiving.apply(self.first(x)[..., None], self.scale)[..., 0], self.last.weight))
 
 
-class Viewed(Mixed):
-    """A buffer that is a view of a weight, which training changes."""
-
-    def build(self) -> None:
-        self.linear = nn.Linear(6, 6).double()
-        self.register_buffer("rows", self.linear.weight.data[:2])
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.rows.sum()
-
-
-class Smooth(nn.Module):
-    """Of numbers, with respect to which there is a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 44)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).view(-1, 11)
+def numbers() -> nn.Module:
+    """A model of numbers, with respect to which there is a gradient."""
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 44), nn.Unflatten(-1, (4, 11))
+    return nn.Sequential(*layers).double()
 
 
 def read_before_forward(run: Run):
@@ -185,90 +154,56 @@ def read_before_forward(run: Run):
     (scale * run.loss(0)).backward()
     yield
     run.step()
-    yield from steps(2)(run)
+    yield from steps()(run)
 
 
-def called_with(change: Callable[[Tensor], Tensor]) -> Callable:
+def call_with(run: Run, step: int, others: dict[str, Tensor]) -> None:
     """The module computes with other tensors, which are made from its parameters."""
-
-    def program(run: Run):
-        run.backward(0)
-        yield
-        run.step()
-        others = {name: change(p) for name, p in run.module.named_parameters()}
-        tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(1))
-        logits = torch.func.functional_call(run.module, others, (tokens,))
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        yield
-        run.step()
-
-    return program
+    tokens, targets = run.rows(step)
+    run.criterion(torch.func.functional_call(run.module, others, (tokens,)), targets).backward()
 
 
-def maml(run: Run):
+def halved(run: Run, step: int) -> None:
+    call_with(run, step, {name: p * 0.5 for name, p in run.module.named_parameters()})
+
+
+def maml(run: Run, step: int) -> None:
     """A gradient through a step of gradient descent (arXiv:1703.03400)."""
     own = dict(run.module.named_parameters())
     gradients = torch.autograd.grad(run.loss(0), list(own.values()), create_graph=True)
-    others = {name: p - 0.1 * g for (name, p), g in zip(own.items(), gradients, strict=True)}
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(1))
-    logits = torch.func.functional_call(run.module, others, (tokens,))
-    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    yield
-    run.step()
+    call_with(run, 1, {name: p - 0.1 * g for (name, p), g in zip(own.items(), gradients, strict=True)})
 
 
-def some_inputs(run: Run):
-    run.loss(0).backward(inputs=[run.module.norm.weight, run.module.last.weight])
-    yield
-    run.step()
+def some_inputs(run: Run, step: int) -> None:
+    run.loss(step).backward(inputs=[run.module.norm.weight, run.module.last.weight])
 
 
-def smooth_loss(run: Run, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
-    x = (tokens.double() / 11).requires_grad_()
-    output = run.model(x)
-    return x, output, F.cross_entropy(output, targets.flatten())
+def numbers_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = run.rows(step)
+    return tokens.double() / 11, targets
 
 
-def gradient_penalty(run: Run):
-    for step in range(2):
-        x, output, loss = smooth_loss(run, step)
+def smooth(run: Run, step: int, penalty: bool = False, create_graph: bool = False) -> None:
+    """The loss of numbers may have a penalty of its gradient, and backward a graph of its own."""
+    x, targets = numbers_of(run, step)
+    output = run.model(x.requires_grad_())
+    loss = run.criterion(output, targets)
+    if penalty:
         (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        (loss + slope.square().mean()).backward()
-        yield
-        run.step()
+        loss = loss + slope.square().mean()
+    loss.backward(create_graph=create_graph)
 
 
-def differentiable_backward(run: Run):
-    for step in range(2):
-        smooth_loss(run, step)[2].backward(create_graph=True)
-        yield
-        run.step()
-
-
-def forward_mode(run: Run):
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
+def forward_mode(run: Run, step: int) -> None:
+    x, targets = numbers_of(run, step)
     with forward_ad.dual_level():
-        x = tokens.double() / 11
         output, slope = forward_ad.unpack_dual(run.model(forward_ad.make_dual(x, torch.ones_like(x))))
-        (F.cross_entropy(output, targets.flatten()) + slope.square().mean()).backward()
-    yield
-    run.step()
+        (run.criterion(output, targets) + slope.square().mean()).backward()
 
 
-def row_by_row(run: Run):
-    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(0))
-    output = torch.func.vmap(lambda row: run.model(row[None]))(tokens.double() / 11)
-    F.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
-    yield
-    run.step()
-
-
-def smooth_steps(run: Run):
-    for step in range(2):
-        smooth_loss(run, step)[2].backward()
-        yield
-        run.step()
+def row_by_row(run: Run, step: int) -> None:
+    x, targets = numbers_of(run, step)
+    run.criterion(torch.func.vmap(lambda row: run.model(row[None])[0])(x), targets).backward()
 
 
 def bare_evaluation(run: Run):
@@ -284,10 +219,8 @@ def bare_evaluation(run: Run):
     run.step()
 
 
-def tie_after_wrapping(run: Run):
+def tie(run: Run) -> None:
     run.module.deep[0].weight = run.module.deep[1].weight
-    run.remember()
-    yield from steps(2)(run)
 
 
 def share_memory(module: Net, rank: int) -> None:
@@ -298,86 +231,61 @@ def limit_rows(module: Net, rank: int) -> None:
     module.embedding.max_norm = 0.7
 
 
-def assigned_state(run: Run):
-    run.backward(0)
-    yield
-    run.step()
+def assign_state(run: Run) -> None:
     state = run.module.state_dict(keep_vars=True)
     run.module.load_state_dict({name: value.detach().clone() for name, value in state.items()}, assign=True)
-    run.remember()
-    yield from steps(2)(run)
 
 
-def with_average(run: Run):
-    """An average of the weights over time takes them one by one, and its values come back into the model."""
-    average = copy.deepcopy(run.module.bare)
-    for step in range(3):
-        run.backward(step)
-        yield
-        run.step()
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), run.module.parameters(), strict=True):
-                mean.mul_(0.5).add_(p, alpha=0.5)
-    with torch.no_grad():
-        for mean, p in zip(average.parameters(), run.module.parameters(), strict=True):
-            p.copy_(mean)
+def share_with_buffer(module: Net, rank: int) -> None:
+    module.register_buffer("rows", module.last.weight.data[:2])
 
 
-def keep_bare(module: Net, rank: int) -> None:
-    torch.manual_seed(0)
-    object.__setattr__(module, "bare", Net())
-
-
-KINDS = {
-    "attention, which reads a layer inside that it does not call": Attention,
-    "torch's own transformer": Torchs,
-    "recurrent layers, with projections and both ways": Recurrent,
-    "weights of three and four axes, a norm over two": Images,
-    "parameters beside layers, in lists and dictionaries": Loose,
-    "a layer that returns its weight, or a view of it": Returned,
-    "tied parameters of any name": Tied,
-    "a function that gives a parameter no gradient": Ungiven,
-}
 REPLACED = "is not the parameter that was wrapped"
-CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.items()} | {
+CASES = {
+    "layers of every kind, torch's transformer, experts": Case(steps(), make=Layers, modes=FEW),
+    "parameters beside layers, in lists and dictionaries": Case(steps(), make=Loose, modes=FEW),
+    "a layer that returns its weight, or a view of it": Case(steps(), make=Returned, modes=FEW),
+    "tied parameters of any name": Case(steps(), make=Tied, modes=FEW),
+    "a function that gives a parameter no gradient": Case(steps(), make=Ungiven, modes=FEW),
     # On some processors a product of a matrix and a vector, which spectral_norm has, adds in another order if the
     # matrix does not begin at a multiple of 16 bytes, as in a flat buffer.
     "weight_norm and spectral_norm, old and new": Case(
         read_before_forward, make=Normed, inexact=("stage 1", "stage 2 in small buckets")
     ),
-    "a functional_call with other parameters": Case(
-        called_with(lambda p: p * 0.5), {"stage 3": f"embedding.weight {REPLACED}"}
+    "a functional_call with other parameters": Case(steps(of=halved), {"stage 3": f"embedding.weight {REPLACED}"}),
+    "a step of model-agnostic meta-learning": Case(
+        steps(1, maml), {"stage 3": "grad() with respect to embedding.weight"}
     ),
-    "a functional_call with other tensors of no gradient, then backward of the loss": Case(
-        called_with(lambda p: p.detach().clone().requires_grad_()), {"stage 3": f"embedding.weight {REPLACED}"}
+    "backward(inputs=...) of some parameters": Case(
+        steps(1, some_inputs), {"stage 3": "backward() with respect to last.weight"}
     ),
-    "a step of model-agnostic meta-learning": Case(maml, {"stage 3": "grad() with respect to embedding.weight"}),
-    "backward(inputs=...) of some parameters": Case(some_inputs, {"stage 3": "backward() with respect to last.weight"}),
     "a buffer that is a view of a weight": Case(
-        steps(2), {" | ".join(ALL[4:]): "linear.weight and rows lie in one memory"}, make=Viewed
+        steps(), {" | ".join(ALL[4:]): "last.weight and rows lie in one memory"}, prepare=share_with_buffer
     ),
     "evaluations of the bare module before and after a step": Case(bare_evaluation),
     "the same, with a fused optimizer": Case(bare_evaluation, cls=partial(torch.optim.AdamW, fused=True), inexact=ALL),
     "a ScriptModule": Case(
-        smooth_steps,
-        {"stage 3": "layers.0.weight is compiled into a ScriptModule"},
-        make=lambda: torch.jit.script(Smooth()),
+        steps(of=smooth),
+        {"stage 3": "0.weight is compiled into a ScriptModule"},
+        make=lambda: torch.jit.script(numbers()),
         inexact=ALL,
     ),
-    "forward-mode gradients": Case(forward_mode, {"stage 3": "differentiate with torch.autograd"}, make=Smooth),
-    "torch.func.vmap": Case(row_by_row, {"stage 3": "differentiate with torch.autograd"}, make=Smooth, inexact=ALL),
-    "a gradient penalty": Case(gradient_penalty, make=Smooth),
-    "backward(create_graph=True)": Case(differentiable_backward, make=Smooth),
-    "tied after wrapping": Case(tie_after_wrapping, {"stage 3": f"deep.0.weight {REPLACED}"}),
+    "forward-mode gradients": Case(
+        steps(1, forward_mode), {"stage 3": "differentiate with torch.autograd"}, make=numbers
+    ),
+    "torch.func.vmap": Case(
+        steps(1, row_by_row), {"stage 3": "differentiate with torch.autograd"}, make=numbers, inexact=ALL
+    ),
+    "a gradient penalty": Case(steps(of=smooth, penalty=True), make=numbers),
+    "backward(create_graph=True)": Case(steps(of=smooth, create_graph=True), make=numbers),
+    "tied after wrapping": Case(change(tie), {"stage 3": f"deep.0.weight {REPLACED}"}),
     "two parameters in one memory": Case(
-        steps(2), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
+        steps(), {" | ".join(ALL[4:]): "deep.0.weight and deep.1.weight lie in one memory"}, prepare=share_memory
     ),
-    "an embedding with a max_norm": Case(steps(2), "embedding has a max_norm", prepare=limit_rows),
+    "an embedding with a max_norm": Case(steps(), "embedding has a max_norm", prepare=limit_rows),
     "load_state_dict(assign=True)": Case(
-        assigned_state, {" | ".join(ALL[:-1]): f"scale {REPLACED}", "stage 3": "load without assign=True"}
-    ),
-    "an average over time, by zip with a plain model's parameters": Case(
-        with_average, {"stage 3": "add() of embedding.weight would see rows"}, prepare=keep_bare
+        change(assign_state, at=1, number=3),
+        {" | ".join(ALL[:-1]): f"scale {REPLACED}", "stage 3": "load without assign=True"},
     ),
 }
 

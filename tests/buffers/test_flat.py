@@ -49,23 +49,21 @@ def test_the_largest_tensor_is_dealt_first():
     assert [sum(p.stop - p.start for p in layout.pieces(rank)) for rank in (0, 1)] == [10, 10]
 
 
-def test_buckets_are_filled_from_the_last_parameter_up_to_the_cap():
-    parameters = [torch.empty(n) for n in (10, 20, 30, 40)]
-    plan = [[len(p) for p in bucket] for bucket in plan_buckets(parameters, cap_bytes=280)]
-    assert plan == [[40, 30], [20, 10]]
-    assert [len(bucket) for bucket in plan_buckets(parameters, 0)] == [1, 1, 1, 1]
-    assert [len(bucket) for bucket in plan_buckets(parameters, float("inf"))] == [4]
-    assert plan_buckets([], 0) == []
+FLOAT, DOUBLE, ANY = torch.float32, torch.float64, float("inf")
 
 
-def test_a_bucket_has_one_dtype():
-    parameters = [torch.empty(3, dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
-    assert [{p.dtype for p in bucket} for bucket in plan_buckets(parameters, float("inf"))] == [
-        {torch.float64},
-        {torch.float32},
-    ]
-
-
-def test_a_parameter_larger_than_the_cap_has_a_bucket_of_its_own():
-    plan = plan_buckets([torch.empty(n) for n in (1, 100, 1)], cap_bytes=40)
-    assert [[len(p) for p in bucket] for bucket in plan] == [[1], [100], [1]]
+@pytest.mark.parametrize(
+    ("given", "cap", "plan"),
+    [  # elements of parameters, and their dtypes
+        ([(10, FLOAT), (20, FLOAT), (30, FLOAT), (40, FLOAT)], 280, [[40, 30], [20, 10]]),
+        ([(10, FLOAT), (20, FLOAT), (30, FLOAT), (40, FLOAT)], 0, [[40], [30], [20], [10]]),
+        ([(10, FLOAT), (20, FLOAT), (30, FLOAT), (40, FLOAT)], ANY, [[40, 30, 20, 10]]),
+        ([(1, FLOAT), (100, FLOAT), (1, FLOAT)], 40, [[1], [100], [1]]),
+        ([(1, FLOAT), (2, DOUBLE), (3, FLOAT), (4, DOUBLE)], ANY, [[4, 2], [3, 1]]),
+        ([], 0, []),
+    ],
+)
+def test_buckets_are_filled_from_the_last_parameter_up_to_the_cap(given, cap, plan):
+    """A larger parameter has a bucket of its own; a bucket has one dtype."""
+    found = plan_buckets([torch.empty(n, dtype=dtype) for n, dtype in given], cap)
+    assert [[len(p) for p in bucket] for bucket in found] == plan

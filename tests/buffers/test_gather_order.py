@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import record
 from cs336_systems.fsdp import FSDP
-from cs336_systems.model.moe import MoELayer
-from cs336_systems.presets import Mixture, ModelConfig
 from tests.support import ranks
 from tests.support.tolerances import bound
 
@@ -110,31 +108,3 @@ def reduced_case(group) -> list:
 def test_gradients_travel_in_the_dtype_of_the_reduction():
     for found in ranks.run(reduced_case, 2):
         assert found == ["torch.bfloat16"] * 3 + ["torch.float32"]
-
-
-def experts_case(group) -> None:
-    """A layer of experts, whose weights have three axes, sorted or one by one, equals one process."""
-    for dispatch in ("sort", "einsum"):
-        mixture = Mixture(dispatch=dispatch, shared_expert=True, aux_weight=0.0)
-        sizes = {"vocab_size": 9, "context_length": 4, "d_model": 8, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-        layers = []
-        for seed in (0, group.rank()):
-            torch.manual_seed(seed)
-            layers.append(MoELayer(ModelConfig(**sizes, num_experts=3, bias=True, mixture=mixture)).double())
-            for p in layers[-1].parameters():
-                nn.init.normal_(p)
-        x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        layers[0](x).square().mean().backward()
-        model = FSDP(layers[1])
-        model(x.chunk(group.size())[group.rank()]).square().mean().backward()
-        model.finish_gradient_synchronization()
-        assert sum(len(each.shape) == 3 for each in model.sharded) == 2
-        rows = {each.shard: slice(*each.rows) for each in model.sharded}
-        limit = bound(torch.float64, stages=100, longest_sum=16 * 12)
-        for want, p in zip(layers[0].parameters(), model.parameters(), strict=True):
-            wanted, found = want.grad[rows.get(p, slice(None))], p.grad.as_subclass(Tensor)
-            torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * want.grad.abs().max())
-
-
-def test_experts_of_three_axes_equal_one_process():
-    ranks.run(experts_case, 2)

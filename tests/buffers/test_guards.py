@@ -1,5 +1,6 @@
 """Refusals when a module is wrapped, on every rank and with names, and groups of only some ranks."""
 
+import re
 from datetime import timedelta
 from functools import partial
 
@@ -16,54 +17,25 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import WRAPPERS as BY_NAME
 from tests.support import ranks
-from tests.support.fault_cases import MODES, Case, Net, compare, drive, oracle, start
-from tests.test_faults_ddp import steps
-
-
-def wider(module: Net) -> None:
-    module.last = nn.Linear(5, 7)
-
-
-def one_more(module: Net) -> None:
-    module.more = nn.Linear(2, 2)
-
-
-def other_order(module: Net) -> None:
-    module._modules["shared"] = module._modules.pop("shared")
-
-
-def half(module: Net) -> None:
-    module.norm.bfloat16()
-
-
-def frozen(module: Net) -> None:
-    module.norm.bias.requires_grad_(False)
-
-
-def untied(module: Net) -> None:
-    module.head.weight = nn.Parameter(module.head.weight.detach().clone())
-
-
-def longer_buffer(module: Net) -> None:
-    module.calls = torch.zeros(4, dtype=torch.int64)
-
+from tests.support.fault_cases import MODES, Case, Net, compare, drive, oracle, start, steps
 
 # What rank 1 does to its module, and what every rank says that rank 0 and rank 1 have.
-DIFFERENCES = {
-    "another shape": (wider, "parameter last.weight (6, 5) ", "parameter last.weight (7, 5) "),
-    "one more parameter": (one_more, "buffer calls", "parameter more.weight (2, 2) "),
-    "same shapes in another order": (other_order, "shared.weight (5, 5) ", "deep.0.weight (5, 5) "),
-    "another dtype": (half, "norm.weight (5,) torch.float64", "norm.weight (5,) torch.bfloat16"),
-    "frozen on one rank": (frozen, "norm.bias (5,) torch.float64 trainable", "norm.bias (5,) torch.float64 frozen"),
-    "tied on one rank": (untied, "head.weight (11, 6) torch.float64 trainable tied to", "head.weight (11, 6)"),
-    "another buffer": (longer_buffer, "buffer calls (3,)", "buffer calls (4,)"),
-}
+DIFFERENCES = (
+    (lambda m: setattr(m, "last", nn.Linear(5, 7)), "last.weight (6, 5) ", "last.weight (7, 5) "),
+    (lambda m: m.add_module("more", nn.Linear(2, 2)), "buffer calls", "parameter more.weight (2, 2) "),
+    (lambda m: m._modules.update(shared=m._modules.pop("shared")), "shared.weight (5, 5) ", "deep.0.weight (5, 5) "),
+    (lambda m: m.norm.bfloat16(), "norm.weight (5,) torch.float64", "norm.weight (5,) torch.bfloat16"),
+    (lambda m: m.norm.bias.requires_grad_(False), "norm.bias (5,) torch.float64 trainable", "torch.float64 frozen"),
+    (lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(11, 6, dtype=torch.float64))),
+     "head.weight (11, 6) torch.float64 trainable tied to", "head.weight (11, 6)"),
+    (lambda m: setattr(m, "calls", torch.zeros(4, dtype=torch.int64)), "buffer calls (3,)", "buffer calls (4,)"),
+)  # fmt: skip
 WRAPPERS = {kind.__name__: kind for kind in (*BY_NAME.values(), FSDP)}
 
 
-def structure_case(group) -> None:
-    """Every rank raises by itself: one that learned of it by waiting would raise CommError."""
-    for change, mine, theirs in DIFFERENCES.values():
+def modules_that_differ_case(group) -> None:
+    """Every rank raises by itself, with both versions: one that learned of it by waiting would raise CommError."""
+    for change, mine, theirs in DIFFERENCES:
         for wrapper in WRAPPERS.values():
             module = Net()
             if group.rank() == 1:
@@ -75,27 +47,7 @@ def structure_case(group) -> None:
             assert theirs in after
 
 
-def test_modules_that_differ_are_refused_by_name_with_both_versions():
-    ranks.run(structure_case, 2)
-
-
-def other_wrapper_case(group, small: bool) -> None:
-    if small:
-        BucketedDDP(Net(), bucket_size_mb=0.001 if group.rank() == 1 else 25.0)
-    elif group.rank() == 1:
-        FSDP(Net())
-    else:
-        NaiveDDP(Net())
-
-
-@pytest.mark.parametrize(("small", "words"), [(False, "rank 1 has wrapper FSDP"), (True, "buckets of 0.001 MB")])
-def test_wrappers_that_differ_are_refused_by_name(small, words):
-    for error in ranks.run_failing(other_wrapper_case, 2, small=small):
-        assert error[0] == "UserError"
-        assert words in error[1]
-
-
-def replicas_case(group) -> None:
+def replicas_compared_on_demand_case(group) -> None:
     """What nobody has counted: rank 1 writes through `.data`, or to a buffer."""
     for wrapper in WRAPPERS.values():
         model = wrapper(Net())
@@ -108,11 +60,7 @@ def replicas_case(group) -> None:
         model.check_replicas()
 
 
-def test_replicas_are_compared_on_demand():
-    ranks.run(replicas_case, 2)
-
-
-def twice_case(group) -> None:
+def one_wrapper_each_case(group) -> None:
     """A module wrapped anew, or an encoder in two wrappers: the later one works, the earlier one says so."""
     for name, wrapper in WRAPPERS.items():
         encoder = nn.Linear(3, 3)
@@ -137,27 +85,7 @@ def twice_case(group) -> None:
     first.check_replicas()
 
 
-def test_a_module_has_one_wrapper():
-    ranks.run(twice_case, 2)
-
-
-def crossing_case(group, wrapper: str, finish: bool) -> None:
-    """Of two equal modules rank 1 uses the second first, or finishes it first."""
-    first, second = (WRAPPERS[wrapper](nn.Linear(3, 3)) for _ in range(2))
-    pair = (first, second) if group.rank() == 0 else (second, first)
-    for model in (first, second) if finish else pair:
-        model(torch.ones(1, 3)).sum().backward()
-    for model in pair if finish else (first, second):
-        model.finish_gradient_synchronization()
-
-
-@pytest.mark.parametrize(("wrapper", "finish"), [("OverlappedDDP", False), ("FSDP", False), ("OverlappedDDP", True)])
-def test_gradients_of_equal_modules_are_not_mixed(wrapper, finish):
-    for error in ranks.run_failing(crossing_case, 2, wrapper=wrapper, finish=finish):
-        assert "of wrapper 2" in error[1]
-
-
-def stranger_case(group) -> None:
+def group_without_this_rank_case(group) -> None:
     alone = torch.distributed.new_group([0])
     module = Net()
     with pytest.raises(UserError, match="is not a process group"):
@@ -168,10 +96,6 @@ def stranger_case(group) -> None:
                 make(group=alone)
 
 
-def test_a_group_without_this_rank_is_refused():
-    ranks.run(stranger_case, 2)
-
-
 class Arrived:
     """In place of a CUDA event."""
 
@@ -179,7 +103,7 @@ class Arrived:
         pass
 
 
-def later_case(group) -> None:
+def answer_of_a_gpu_case(group) -> None:
     """A GPU's answer is read one synchronisation later; a rank that only wrote the same values is asked once."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(replicas, "_to_host", lambda number: (number.clone(), Arrived()))
@@ -198,49 +122,23 @@ def later_case(group) -> None:
             run.model.finish_gradient_synchronization()
 
 
-def test_a_gpus_answer_is_read_at_the_next_synchronisation():
-    ranks.run(later_case, 2)
+LAZY = (
+    (BucketedDDP, lambda: nn.LazyLinear(4), "weight"),
+    (FSDP, lambda: nn.Linear(3, 4, device="meta"), "weight"),
+    (NaiveDDP, lambda: nn.LazyBatchNorm1d(affine=False), "running_mean"),
+)
 
 
-def lazy_case(group, wrapper: str, kind: str, on_all: bool) -> None:
-    mine = on_all or group.rank() == 1
-    layer = LAZY[kind]()
-    WRAPPERS[wrapper](nn.Sequential(nn.Linear(2, 3), layer if mine else nn.Linear(3, 4)))
-
-
-LAZY = {
-    "lazy": partial(nn.LazyLinear, 4),
-    "meta": partial(nn.Linear, 3, 4, device="meta"),
-    "lazy buffers": partial(nn.LazyBatchNorm1d, affine=False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize("on_all", [True, False])
-@pytest.mark.parametrize(("wrapper", "kind"), [("BucketedDDP", "lazy"), ("FSDP", "meta"), ("NaiveDDP", "lazy buffers")])
-def test_parameters_without_values_are_refused_by_name(wrapper, kind, on_all):
-    name = "running_mean" if kind == "lazy buffers" else "weight"
-    for error in ranks.run_failing(lazy_case, 2, wrapper=wrapper, kind=kind, on_all=on_all):
-        assert f"1.{name} has no values yet: materialise the module before it is wrapped" in error[1]
-
-
-def no_group_case(rank: int, world_size: int, folder: str) -> list[str]:
-    said = []
-    for make in (BucketedDDP, FSDP, lambda module: ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)):
-        with pytest.raises(Exception, match="no process group: ") as error:
-            make(Net())
-        said.append(type(error.value).__name__)
-    return said
-
-
-def test_wrapping_without_a_process_group_says_how_to_start_one():
-    assert ranks.run_alone(no_group_case, 1) == [["UserError"] * 3]
+def parameters_without_values_case(group) -> None:
+    for wrapper, layer, name in LAZY:
+        with pytest.raises(UserError, match=f"1.{name} has no values yet: materialise the module before it is wrapped"):
+            wrapper(nn.Sequential(nn.Linear(2, 3), layer()))
 
 
 PLAIN = Case(steps())
 
 
-def group_case(group) -> None:
+def group_of_some_ranks_case(group) -> None:
     """Ranks 1 and 2 of 3 train by themselves; the first of them has seed 0."""
     members = subgroup([1, 2])
     assert (members is None) == (group.rank() == 0)
@@ -251,11 +149,51 @@ def group_case(group) -> None:
         compare(members, PLAIN, run, mode, want)
 
 
-def test_a_group_of_some_ranks_trains_by_itself():
-    ranks.run(group_case, 3)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    "case", [it for name, it in globals().items() if name.endswith("_case")], ids=lambda it: it.__name__
+)
+def test_right_or_refused_on_every_rank(case):
+    ranks.run(case, 3 if case is group_of_some_ranks_case else 2)
 
 
-def group_failure_case(group, fails: bool) -> None:
+def no_group(rank: int, world_size: int, folder: str) -> list[str]:
+    said = []
+    for make in (BucketedDDP, FSDP, lambda module: ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)):
+        with pytest.raises(Exception, match="no process group: ") as error:
+            make(Net())
+        said.append(type(error.value).__name__)
+    return said
+
+
+def test_wrapping_without_a_process_group_says_how_to_start_one():
+    assert ranks.run_alone(no_group, 1) == [["UserError"] * 3]
+
+
+def other_wrapper(group) -> None:
+    (FSDP if group.rank() == 1 else NaiveDDP)(Net())
+
+
+def other_size(group) -> None:
+    BucketedDDP(Net(), bucket_size_mb=0.001 if group.rank() == 1 else 25.0)
+
+
+def values_missing(group) -> None:
+    wrapper, layer, _ = LAZY[0]
+    wrapper(nn.Sequential(nn.Linear(2, 3), layer() if group.rank() == 1 else nn.Linear(3, 4)))
+
+
+def crossing(group, wrapper: str, finish: bool) -> None:
+    """Of two equal modules rank 1 uses the second first, or finishes it first."""
+    first, second = (WRAPPERS[wrapper](nn.Linear(3, 3)) for _ in range(2))
+    pair = (first, second) if group.rank() == 0 else (second, first)
+    for model in (first, second) if finish else pair:
+        model(torch.ones(1, 3)).sum().backward()
+    for model in pair if finish else (first, second):
+        model.finish_gradient_synchronization()
+
+
+def group_that_fails(group, fails: bool) -> None:
     """Rank 1 waits for rank 2, which fails, or looks on while rank 1 gives up after the timeout of all ranks."""
     comm.agreement.EXPLAIN_SECONDS = 0.3
     members = subgroup([1, 2])
@@ -268,15 +206,7 @@ def group_failure_case(group, fails: bool) -> None:
         assert not comm.store.wait_for(group.get_group_store(), ["reason/1"], timedelta(seconds=40))
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_group_of_some_ranks_has_the_timeout_of_all_and_names_the_cause(fails):
-    errors = ranks.run_failing(group_failure_case, 3, fails=fails)
-    assert "rank 1 waited in all-reduce no. 1 (alone, 12 bytes); rank 2 " in errors[1][1]
-    assert ("failed: KeyError: 'no such column'" if fails else "ended after 0 collectives") in errors[1][1]
-    assert fails or errors[2][0] == "CommError"
-
-
-def absent_case(group) -> None:
+def absent(group) -> None:
     """Rank 1 fails where the others make a group with it."""
     comm.agreement.EXPLAIN_SECONDS = 0.3
     if group.rank() == 1:
@@ -284,21 +214,34 @@ def absent_case(group) -> None:
     subgroup([0, 1])
 
 
-def test_a_group_that_cannot_be_made_names_the_cause():
-    errors = ranks.run_failing(absent_case, 2)
-    assert errors[0][0] == "CommError"
-    assert errors[0][1].startswith(
-        "rank 0 was joining a group of ranks 0, 1; rank 1 failed: KeyError: 'no such column'"
-    )
-
-
-def group_structure_case(group) -> None:
-    members = subgroup([1, 2])
-    if members:
+def group_that_differs(group) -> None:
+    """Errors call ranks by their number among all."""
+    if members := subgroup([1, 2]):
         NaiveDDP(nn.Linear(2, group.rank()), group=members)
 
 
-def test_errors_call_ranks_by_their_number_among_all():
-    for error in ranks.run_failing(group_structure_case, 3)[1:]:
-        assert "rank 1 has parameter weight (1, 2)" in error[1]
-        assert "rank 2 has parameter weight (2, 2)" in error[1]
+WAITED = r"rank 1 waited in all-reduce no\. 1 \(alone, 12 bytes\); rank 2 .*"
+MIXED = "of wrapper 2"
+DIFFER = r"^UserError: .*rank 1 has parameter weight \(1, 2\) .*, rank 2 has parameter weight \(2, 2\) "
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    ("case", "arguments", "words"),
+    [
+        (other_wrapper, {}, ["^UserError: .*rank 1 has wrapper FSDP"] * 2),
+        (other_size, {}, ["^UserError: .*buckets of 0.001 MB"] * 2),
+        (values_missing, {}, [r"1\.weight has no values yet: materialise the module before it is wrapped"] * 2),
+        (crossing, {"wrapper": "OverlappedDDP", "finish": False}, [MIXED] * 2),
+        (crossing, {"wrapper": "OverlappedDDP", "finish": True}, [MIXED] * 2),
+        (crossing, {"wrapper": "FSDP", "finish": False}, [MIXED] * 2),
+        (group_that_fails, {"fails": True}, ["", f"{WAITED}failed: KeyError: 'no such column'", ""]),
+        (group_that_fails, {"fails": False}, ["", f"{WAITED}ended after 0 collectives", "^CommError: "]),
+        (absent, {}, ["^CommError: rank 0 was joining a group of ranks 0, 1; rank 1 failed: KeyError: 'no such", ""]),
+        (group_that_differs, {}, ["", DIFFER, DIFFER]),
+    ],
+)
+def test_the_cause_is_named_on_every_rank(case, arguments, words):
+    errors = ranks.run_failing(case, len(words), **arguments)
+    for error, said in zip(errors, words, strict=True):
+        assert not said or re.search(said, ": ".join(error), re.DOTALL), error

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,15 @@ from tests.support import ranks
 
 PR_GET_PDEATHSIG = 2
 ROOT = Path(__file__).resolve().parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc and prctl")
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> bool:
+    """Whether a condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
 
 
 def memory_case(group) -> None:
@@ -55,9 +65,8 @@ def asking_case(rank: int, world: int, folder: str, port: int, how: str, asks: s
             all_reduce(torch.zeros(4), group, "first").wait()
             if rank == 0:
                 os.kill(os.getpid(), how)
-            deadline = time.monotonic() + 20
-            while asks == "stop" and time.monotonic() < deadline:
-                stop_step(group)
+            if asks == "stop":
+                until(lambda: stop_step(group), 20)
             if asks == "collective":
                 all_reduce(torch.zeros(4), group, "second").wait()
             if asks == "agree":
@@ -101,14 +110,11 @@ def stoppable(place: Place, folder: str, how: str) -> None:
             signal.SIGTERM, signal.SIG_IGN if how == "ignored" else lambda number, frame: asked.append(number)
         )
     leave_pid(folder, place.rank)
-    while len(list(Path(folder).glob("pid-*"))) < place.world_size:
-        time.sleep(0.01)
+    until(lambda: len(list(Path(folder).glob("pid-*"))) == place.world_size)
     for _ in range(2 if how == "echoed" else 1) if place.rank == 0 else ():
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(0.1)
-    deadline = time.monotonic() + 30
-    while not asked and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: asked)
     if how == "one fails" and place.rank == 1:
         raise UserError("the disk is full")
     time.sleep(30 if how == "one fails" else 0.3)  # saving
@@ -137,7 +143,6 @@ def terminated_case(rank: int, world: int, folder: str, where: str, how: str) ->
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [
-        ("handled", ["returned", 2]),
         ("echoed", ["returned", 2]),  # as of `timeout`, which tells every process of a group
         ("ignored", ["KeyboardInterrupt: ", 0]),
         ("default", ["KeyboardInterrupt: ", 0]),
@@ -159,8 +164,7 @@ def early(place: Place, folder: str) -> None:
 def early_case(rank: int, world: int, folder: str, where: str) -> int:
     def start(process: ForkProcess) -> None:
         BaseProcess.start(process)
-        while not list(Path(where).iterdir()):
-            time.sleep(0.01)
+        until(lambda: any(Path(where).iterdir()))
 
     ForkProcess.start = start  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -183,14 +187,7 @@ with distributed("cpu", timeout=60) as group:
 """
 
 
-def gone(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a process that died")
+@linux
 def test_torchrun_that_is_killed_leaves_no_orphans(tmp_path):
     (tmp_path / "orphan.py").write_text(ORPHAN)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -203,14 +200,12 @@ def test_torchrun_that_is_killed_leaves_no_orphans(tmp_path):
     )
     pids: list[int] = []
     try:
-        deadline = time.monotonic() + ranks.patience(90)
-        while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, ranks.patience(90))
         pids = workers(tmp_path)
         assert all(map(alive, pids))
         agent.kill()
         agent.wait(10)
-        assert gone(pids, 10)
+        assert until(lambda: not any(map(alive, pids)), 10)
     finally:
         agent.kill()
         agent.wait(10)
@@ -230,7 +225,7 @@ def parent_case(rank: int, world: int, folder: str, how: str) -> int:
     return answer.value
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@linux
 def test_only_ranks_of_torchrun_die_with_who_started_them():
     for how, number in (("torchrun", signal.SIGKILL), ("by hand", 0), ("fork of a rank", 0)):
         assert ranks.run_alone(parent_case, 1, how=how) == [number]
@@ -262,7 +257,7 @@ def listens_case(rank: int, world: int, folder: str, port: int) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux's /proc")
+@linux
 @pytest.mark.parametrize("tcp", [False, True])
 def test_ranks_of_one_machine_listen_on_the_loopback_address_alone(tcp):
     found = ranks.run_alone(listens_case, 2, port=free_port() if tcp else 0)

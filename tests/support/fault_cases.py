@@ -7,7 +7,7 @@ error.
 
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ class Case:
     options: dict = field(default_factory=lambda: {"lr": 0.05, "weight_decay": 0.1})
     tolerance: float = TOLERANCE
     modes: tuple[str, ...] = KINDS
+    worlds: tuple[int, ...] = (2,)  # numbers of ranks
     waits: bool = False  # whether some rank learns of the error by waiting, so that each mode needs ranks of its own
 
     def __post_init__(self) -> None:
@@ -85,6 +86,13 @@ class Run(models.Run):
     def module(self) -> Any:
         return self.model.module
 
+    bare = module
+
+    def train(self, step: int, **options: Any) -> Iterator[None]:
+        self.backward(step, **options)
+        yield
+        self.step()
+
     def step(self) -> None:
         self.optimizer.step()
         self.remember()
@@ -100,6 +108,32 @@ class Run(models.Run):
     def assert_no_step_since(self) -> None:
         for old, new in zip(self.before, self.updated(), strict=True):
             assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
+
+
+def steps(number: int = 2, of: Callable = Run.backward, **options: Any) -> Program:
+    """A program of ordinary steps, in each of which `of(run, step, **options)` takes the backward; an option that is a
+    function is called with each step and rank."""
+
+    def program(run: Run) -> Iterator[None]:
+        for step in range(number):
+            of(run, step, **{key: it(step, run.rank) if callable(it) else it for key, it in options.items()})
+            yield
+            run.step()
+
+    return program
+
+
+def change(act: Callable[[Run], object], at: int = 0, rank: int | None = None, number: int = 2) -> Program:
+    """A program of ordinary steps, before one of which something is changed, on all ranks or on one."""
+
+    def program(run: Run) -> Iterator[None]:
+        for step in range(number):
+            if step == at and rank in (None, run.rank):
+                act(run)
+                run.remember()
+            yield from run.train(step)
+
+    return program
 
 
 def small_buckets(module: nn.Module, cls: type, group, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -209,14 +243,15 @@ def failing_case(group, module: str, name: str, mode: str) -> None:
         run.assert_no_step_since()
 
 
-def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.5) -> None:
+def check(module: str, name: str, case: Case) -> None:
     """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
-    modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
-    apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
-    if together := [mode for mode in modes if mode not in apart]:
-        ranks.run(together_case, world, module=module, name=name, modes=together)
-    for mode in apart:
-        errors = ranks.run_failing(failing_case, world, timeout, module=module, name=name, mode=mode)
-        for rank, error in enumerate(errors):
-            assert error is not None, f"{mode}: rank {rank} raised nothing"
-            assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"
+    for world in case.worlds:
+        modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
+        apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
+        if together := [mode for mode in modes if mode not in apart]:
+            ranks.run(together_case, world, module=module, name=name, modes=together)
+        for mode in apart:
+            errors = ranks.run_failing(failing_case, world, module=module, name=name, mode=mode)
+            for rank, error in enumerate(errors):
+                assert error is not None, f"{mode}: rank {rank} raised nothing"
+                assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"

@@ -3,7 +3,6 @@ runs that go on from what others wrote."""
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,13 +141,6 @@ def write_case(group, folder: str, layouts: list[str]) -> None:
         assert set(distances(state, after).values()) <= {0.0}, layout
 
 
-def optimizer_states(trainer: Watched) -> Iterator[dict]:
-    """The states of what this rank's optimizers step, in their order."""
-    for optimizer in trainer.part.optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            yield optimizer.state.get(parameter, {})
-
-
 def require_same(one: Checkpoint, other: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
     """Raises AssertionError unless every kind of every tensor is equal to the bit; this rank looks at some of them."""
     assert one.scalars == other.scalars
@@ -221,7 +213,8 @@ def fresh_case(group, folder: str, layout: str) -> None:
     for source, name in ((partly, "partly again"), (checkpoint, "fresh again")):
         state.restore(source)
         require_same(open_checkpoint(write(trainer, Path(folder, name), 0, group), group), source)
-    assert not any(optimizer_states(trainer))
+    steppers = [(each, group["params"]) for each in trainer.part.optimizers for group in each.param_groups]
+    assert not any(each.state.get(p) for each, parameters in steppers for p in parameters)
 
 
 def plain_case(group, folder: str, file: str, layout: str) -> None:
