@@ -82,7 +82,7 @@ def test_blank_lines_part_documents_of_lines():
 def test_encoded_documents_hold_every_sentence_that_has_tokens():
     texts = [["ab", "\x00", "c"], ["\x00"], ["d", "ef"]]
     got = encode_documents(texts, lambda text: list(text.replace("\0", "").encode()), "letters")
-    assert got.tokens.tobytes() == np.frombuffer(b"abcdef", np.uint8).astype(np.int32).tobytes()
+    assert got.tokens.tolist() == [*b"abcdef"]
     assert got.sentences.tolist() == [0, 2, 3, 4, 6]
     assert got.documents.tolist() == [0, 2, 2, 4]
     assert len(got) == 3
@@ -239,14 +239,13 @@ def test_a_word_too_long_for_the_budget_is_passed_over():
     assert not len(choose_words(np.array([-1, -1]), 3, rng))
 
 
-@pytest.mark.parametrize("sentence", ["unbreakable", "       "])
-def test_a_row_always_has_something_to_predict(sentence):
+def test_a_row_always_has_something_to_predict():
     tokenizer = ByteTokenizer()
-    documents = encode_documents([[sentence, sentence]], tokenizer.encode, "long words")
-    for index in range(50):
-        sample = BertData(documents, tokenizer, 7).sample(index)
-        assert (sample.targets != IGNORED).sum() == 1
-        assert sample.targets.max() < 256
+    for sentence in ("unbreakable", "       "):
+        documents = encode_documents([[sentence, sentence]], tokenizer.encode, "long words")
+        for sample in map(BertData(documents, tokenizer, 7).sample, range(50)):
+            assert (sample.targets != IGNORED).sum() == 1
+            assert sample.targets.max() < 256
 
 
 def equal(one, other):
@@ -302,10 +301,6 @@ def test_an_epoch_has_every_stretch_once_and_the_next_another_order_and_masks():
         ({"short_seq_prob": 1.1}, r"short_seq_prob 1.1 in \[0, 1\]"),
         ({"tokenizer": IdTokenizer(16)}, "has token ids from 0 to 16; the tokenizer's are 0 to 15"),
         ({"documents": documents_of([9], [7])}, "counting: no document has two sentences of at most 512 tokens"),
-        (
-            {"documents": documents_of([3, 3], [2, 2]).split("9,0,1")[1]},
-            r"validation \(0 of 2 documents, split 9,0,1\): no document has",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(change, message):
