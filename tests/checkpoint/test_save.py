@@ -15,6 +15,7 @@ from cs336_systems.checkpoint.disk import SaveError, clean, list_checkpoints, lo
 from cs336_systems.checkpoint.folder import Saver, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Piece, my_share
 from cs336_systems.comm import agree, all_reduce
+from cs336_systems.comm.group import ALL, counters
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, PATIENCE, flip, is_step, pieces_of, save_step, save_steps, tensors
 from tests.support.ranks import run
@@ -98,7 +99,7 @@ def test_new_folders_are_on_the_disk_before_what_is_in_them(tmp_path, group, mon
 
 def save_beside_collectives(group, parent: str) -> None:
     """A save in the background that cannot end before the main thread has done its collectives and agreements."""
-    finished, real = threading.Event(), os.write
+    finished, real, before = threading.Event(), os.write, counters(group)[ALL]
 
     def write(file: int, data: memoryview) -> int:
         assert threading.current_thread() is not threading.main_thread()
@@ -121,6 +122,7 @@ def save_beside_collectives(group, parent: str) -> None:
     finished.set()
     saver.finish()
     os.write = real
+    assert counters(group)[ALL] - before == 40, "what the thread does is not counted"
     assert is_step(open_newest(Path(parent), group, lambda _: None, print), 5, group.size())
 
 
