@@ -21,7 +21,7 @@ import pytest
 from cs336_systems.checkpoint.disk import clean, list_checkpoints
 from cs336_systems.checkpoint.folder import open_checkpoint, open_newest
 from cs336_systems.comm import Place, agree, agreement, distributed
-from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step, save_steps
+from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step
 from tests.support.ranks import run_alone
 
 CHANGING = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
@@ -113,24 +113,33 @@ def audited() -> list[list[str]]:
     return seen
 
 
-def watched_save(parent: str, step: int) -> dict[str, Any]:
-    """The calls of a save in order, what Python's own record of it says, and the bytes that went through os.write."""
-    with distributed("cpu", timeout=PATIENCE) as group:
-        seen = audited()
-        with Calls() as calls:
-            folder = save_step(Path(parent), step, group)
-            audit = list(seen)
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    return {"log": calls.log, "audit": audit, "written": calls.written, "sizes": sizes}
-
-
-def killed_save(parent: str, step: int, kill: tuple[int, str]) -> None:
-    with distributed("cpu", timeout=PATIENCE) as group, Calls(kill):
-        save_step(Path(parent), step, group)
+def save_as(
+    rank: int, world: int, folder: str, kill: tuple[int, str] | None = None, steps: Sequence[int] = (3,)
+) -> dict[str, Any]:
+    """Save as one of the ranks, which may be killed or left behind; the calls of the last save in order, what Python's
+    own record says of them, the bytes that went through os.write, and how the rank ended."""
+    begin = 0.0
+    place = Place(rank, world, rank, world, f"{folder}/store-{steps[0]}")
+    calls = Calls(kill)
+    try:
+        with distributed("cpu", timeout=PATIENCE, place=place) as group:
+            agree("ready", "", group)
+            agreement.group_timeout = lambda _: timedelta(seconds=SOON if steps == (3,) else PATIENCE)
+            begin, seen = time.monotonic(), [] if kill else audited()
+            with calls:
+                for step in steps:
+                    saved = save_step(Path(folder) / "checkpoints", step, group)
+                audit = list(seen)
+            agree("next step", "", group)  # training would go on
+    except Exception as error:
+        return {"said": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - begin}
+    sizes = {path.name: path.stat().st_size for path in saved.iterdir()}
+    return {"said": "", "log": calls.log, "audit": audit, "written": calls.written, "sizes": sizes}
 
 
 def found_after(parents: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """State found in each folder: the newest step, the number of complete checkpoints, files left by clean()."""
+    """What a run finds in each folder: the newest step, which is whole as are all others, at least two; nothing was
+    refused, and nothing unfinished is left."""
     results = []
     with distributed("cpu", timeout=PATIENCE) as group:
         for parent in map(Path, parents):
@@ -138,102 +147,47 @@ def found_after(parents: Sequence[str], ranks: int) -> list[dict[str, Any]]:
             said: list[str] = []
             newest = open_newest(parent, group, lambda _: None, said.append)
             whole = [is_step(open_checkpoint(path), int(path.name[5:]), ranks) for path in list_checkpoints(parent)]
-            step = newest.step
-            names = sorted(path.name for path in parent.iterdir())
-            results.append(
-                {"step": step, "same": is_step(newest, step, ranks), "whole": whole, "names": names, "said": said}
-            )
+            names = [path.name for path in parent.iterdir()]
+            right = is_step(newest, newest.step, ranks) and all(whole) and len(whole) >= 2 and not said
+            right = right and all(name.startswith("step-") and len(name) == 13 for name in names)
+            results.append({"step": newest.step, "right": right, "names": names, "said": said})
     return results
 
 
-def save_alone(parent: str, steps: Sequence[int]) -> None:
-    with distributed("cpu", timeout=PATIENCE) as group:
-        save_steps(group, parent, steps)
+def together(world: int, folder: str, *rest: Any) -> list[Callable[[], tuple[int, Any]]]:
+    """Begin to save as each rank; `rest` is the same for all, or a list with each rank's."""
+    return [forked(save_as, rank, world, folder, *(each[rank] for each in rest)) for rank in range(world)]
 
 
-def sweep_alone(rank: int, world_size: int, store: str, folder: str) -> dict[str, Any]:
-    """Kill the third save of a process at every call, each in a copy of a folder with two checkpoints."""
-    template = f"{folder}/template"
-    first = forked(save_alone, template, [1, 2])()
-    assert first[0] == 0, first
-    shutil.copytree(template, f"{folder}/watched")
-    code, watched = forked(watched_save, f"{folder}/watched", 3)()
-    assert code == 0, watched
-    # Between two calls nothing changes: after one is before the next.
-    points = [(number, "before") for number in range(len(watched["log"]))] + [(len(watched["log"]) - 1, "after")]
-    points += [(number, "middle") for number, call in enumerate(watched["log"]) if call[0] == "write"]
-    parents = [f"{folder}/{number}-{moment}" for number, moment in points]
-    for parent in parents:
-        shutil.copytree(template, parent)
-    codes: list[int] = []
-    for begin in range(0, len(points), 6):  # a few at a time
-        waits = [forked(killed_save, parents[i], 3, points[i]) for i in range(begin, min(begin + 6, len(points)))]
-        codes += [wait()[0] for wait in waits]
-    code, found = forked(found_after, parents, 1)()
-    assert code == 0, found
-    return {"watched": watched, "points": points, "codes": codes, "found": found}
-
-
-def rank_of_two(
-    rank: int, folder: str, kill: tuple[int, str] | None = None, steps: Sequence[int] = (3,)
-) -> dict[str, Any]:
-    """One of two ranks that save, and are killed or left behind; how many calls it made, and how it ended."""
-    begin, said = 0.0, ""
-    place = Place(rank, 2, rank, 2, f"{folder}/store-{steps[0]}")
-    calls = Calls(kill)
-    try:
-        with distributed("cpu", timeout=PATIENCE, place=place) as group:
-            agree("ready", "", group)
-            agreement.group_timeout = lambda _: timedelta(seconds=SOON if steps == (3,) else PATIENCE)
-            begin = time.monotonic()
-            with calls:
-                for step in steps:
-                    save_step(Path(folder) / "checkpoints", step, group)
-            agree("next step", "", group)  # training would go on
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"calls": len(calls.log), "said": said, "seconds": time.monotonic() - begin}
-
-
-def sweep_two(rank: int, world_size: int, store: str, folder: str, together: int = 14) -> dict[str, Any]:
-    """Kill rank 0 or rank 1 before each of its calls and after its last, several pairs of processes at a time."""
-    template = f"{folder}/template"
+def sweep(rank: int, world_size: int, store: str, folder: str, world: int) -> dict[str, Any]:
+    """Kill each rank in the third save before each of its calls and after its last (between two nothing changes), and
+    one alone also in the middle of writes; each time in a copy of a folder with two checkpoints."""
+    template, watched = f"{folder}/template", f"{folder}/watched"
     os.mkdir(template)
-    saved = [wait() for wait in [forked(rank_of_two, each, template, None, (1, 2)) for each in (0, 1)]]
-    assert all(code == 0 and not result["said"] for code, result in saved), saved
-    shutil.copytree(template, f"{folder}/watched")
-    watched = [wait() for wait in [forked(rank_of_two, each, f"{folder}/watched") for each in (0, 1)]]
-    assert [code for code, _ in watched] == [0, 0], watched
-    assert [result["said"] for _, result in watched] == ["", ""], watched
-    points = []
-    for victim, (_, result) in enumerate(watched):
-        points += [(victim, number, "before") for number in range(result["calls"])]
-        points.append((victim, result["calls"] - 1, "after"))
-    ended = []
-    for begin in range(0, len(points), together):
+    saves = [wait() for wait in together(world, template, [None] * world, [(1, 2)] * world)]
+    shutil.copytree(template, watched)
+    saves += [wait() for wait in together(world, watched)]
+    assert all(code == 0 and not result["said"] for code, result in saves), saves
+    logs, points = [result["log"] for _, result in saves[world:]], []
+    for victim, log in enumerate(logs):
+        points += [(victim, number, "before") for number in range(len(log))] + [(victim, len(log) - 1, "after")]
+        points += [(victim, number, "middle") for number, call in enumerate(log) if world == 1 and call[0] == "write"]
+    places, ended = [f"{folder}/{victim}-{number}-{moment}" for victim, number, moment in points], []
+    for begin in range(0, len(points), 14):  # a few at a time
         waits = []
-        for victim, number, moment in points[begin : begin + together]:
-            place = f"{folder}/{victim}-{number}-{moment}"
+        for place, (victim, *kill) in [*zip(places, points, strict=True)][begin : begin + 14]:
             shutil.copytree(template, place)
-            kills = [(number, moment) if each == victim else None for each in (0, 1)]
-            waits.append([forked(rank_of_two, each, place, kills[each]) for each in (0, 1)])
-        ended += [[wait() for wait in pair] for pair in waits]
-    parents = [f"{folder}/{victim}-{number}-{moment}/checkpoints" for victim, number, moment in points]
-    code, found = forked(found_after, parents, 2)()
+            waits.append(together(world, place, [tuple(kill) if each == victim else None for each in range(world)]))
+        ended += [[wait() for wait in each] for each in waits]
+    code, found = forked(found_after, [f"{place}/checkpoints" for place in places], world)()
     assert code == 0, found
-    return {"points": points, "ended": ended, "found": found, "calls": [result["calls"] for _, result in watched]}
+    return {"watched": saves[world][1], "logs": logs, "points": points, "ended": ended, "found": found}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The sweep over the saves of a single process."""
-    return run_alone(sweep_alone, 1, folder=str(tmp_path_factory.mktemp("alone")))[0]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """The sweep over the saves of two ranks."""
-    return run_alone(sweep_two, 1, folder=str(tmp_path_factory.mktemp("two")))[0]
+    return run_alone(sweep, 1, folder=str(tmp_path_factory.mktemp("alone")), world=1)[0]
 
 
 def test_no_change_of_the_file_system_escapes_the_count(alone):
@@ -251,23 +205,13 @@ def test_no_change_of_the_file_system_escapes_the_count(alone):
 
 
 def test_killed_anywhere_one_process_leaves_old_or_new(alone):
-    points, found = alone["points"], alone["found"]
-    assert alone["codes"] == [-signal.SIGKILL] * len(points)
-    assert len(points) == 28 + 1 + 8
+    assert len(alone["points"]) == 28 + 1 + 8
     names = [call[:3] for call in alone["watched"]["log"]]
     (commit,) = [i for i, call in enumerate(names) if call[0] == "rename" and call[2].endswith("step-00000003")]
-    for (number, moment), after in zip(points, found, strict=True):
-        assert after["step"] == (3 if number > commit else 2), (number, moment, after)
-        check(after, (number, moment))
-
-
-def check(after: dict[str, Any], point: Any) -> None:
-    """Whole, at least two, nothing refused, and nothing unfinished left."""
-    assert after["same"], (point, after)
-    assert len(after["whole"]) >= 2, (point, after)
-    assert all(after["whole"]), (point, after)
-    assert not after["said"], (point, after)
-    assert all(name.startswith("step-") and len(name) == 13 for name in after["names"]), (point, after)
+    for point, [(code, _)], after in zip(alone["points"], alone["ended"], alone["found"], strict=True):
+        assert code == -signal.SIGKILL
+        assert after["right"], (point, after)
+        assert after["step"] == (3 if point[1] > commit else 2), (point, after)
 
 
 def test_what_a_loss_of_power_may_not_reorder(alone):
@@ -285,8 +229,9 @@ def test_what_a_loss_of_power_may_not_reorder(alone):
     assert parent_synced < min(deletions)
 
 
-def test_killed_anywhere_one_of_two_ranks_leaves_old_or_new(two):
-    assert two["calls"] == [28, 10]
+def test_killed_anywhere_one_of_two_ranks_leaves_old_or_new(tmp_path):
+    (two,) = run_alone(sweep, 1, folder=str(tmp_path), world=2)
+    assert [len(log) for log in two["logs"]] == [28, 10]
     for (victim, *point), pair, after in zip(two["points"], two["ended"], two["found"], strict=True):
         assert pair[victim][0] == -signal.SIGKILL, (victim, point, pair)
         code, survivor = pair[1 - victim]
@@ -294,7 +239,6 @@ def test_killed_anywhere_one_of_two_ranks_leaves_old_or_new(two):
         assert survivor["said"].startswith("CommError: "), (victim, point, survivor)
         assert f"rank {victim} of 2 did not answer; rank {victim} died" in survivor["said"]
         assert survivor["seconds"] < SOON
-        check(after, (victim, point))
-        if victim == 1:
-            assert after["step"] == 2
+        assert after["right"], (victim, point, after)
+        assert victim == 0 or after["step"] == 2
     assert {after["step"] for after in two["found"]} == {2, 3}

@@ -22,26 +22,22 @@ from cs336_systems.errors import UserError
 COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_ranks_share_out_the_global_batch(world_size):
-    whole = lm_batch(COUNTING, step=5, seed=1, batch=6, context=9)
-    parts = [lm_batch(COUNTING, 5, 1, 6, 9, rank, world_size) for rank in range(world_size)]
-    for i in range(2):
-        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
-
-
-def test_a_batch_is_a_function_of_seed_and_step():
-    first = lm_batch(COUNTING, step=3, seed=0, batch=4, context=5)
-    assert all(torch.equal(a, b) for a, b in zip(first, lm_batch(COUNTING, 3, 0, 4, 5), strict=True))
-    assert not torch.equal(first[0], lm_batch(COUNTING, 4, 0, 4, 5)[0])
-    assert not torch.equal(first[0], lm_batch(COUNTING, 3, 1, 4, 5)[0])
-
-
-def test_targets_are_the_next_tokens():
-    tokens, targets = lm_batch(COUNTING, step=0, seed=0, batch=32, context=7)
+def test_a_batch_is_a_function_of_seed_and_step_which_ranks_share():
+    tokens, targets = lm_batch(COUNTING, step=5, seed=1, batch=6, context=9)
     assert torch.equal(targets, tokens + 1)
     assert tokens.dtype == torch.int64
-    assert tokens.shape == (32, 7)
+    assert tokens.shape == (6, 9)
+    for world_size in (1, 2, 3, 6):
+        parts = [lm_batch(COUNTING, 5, 1, 6, 9, rank, world_size) for rank in range(world_size)]
+        for i, whole in enumerate((tokens, targets)):
+            assert torch.equal(torch.cat([part[i] for part in parts]), whole)
+    for step, seed in ((4, 1), (5, 0)):
+        assert not torch.equal(lm_batch(COUNTING, step, seed, 6, 9)[0], tokens)
+    with pytest.raises(UserError, match="global batch of 6 does not divide over 4 ranks"):
+        lm_batch(COUNTING, 0, 0, 6, 5, rank=0, world_size=4)
+    short = Corpus(np.arange(6, dtype=np.uint8), "six")
+    starts = {int(tokens[0]) for step in range(20) for tokens in lm_batch(short, step, 0, 8, 4)[0]}
+    assert starts == {0, 1}, "every window can be drawn, and none beyond"
 
 
 def test_documents_begin_after_blank_lines():
@@ -64,37 +60,27 @@ def test_packed_rows_are_the_same_tokens_without_targets_across_documents():
     plain_tokens, plain_targets = lm_batch(corpus, *which)
     assert torch.equal(tokens, plain_tokens)
     for row, found in enumerate(positions.tolist()):
-        said = bytes(tokens[row].tolist())
-        first = 0
+        said, first = [chr(token) for token in tokens[row].tolist()], 0
         for place, position in enumerate(found):
-            begins = place == 0 or (said[place - 1 : place] == b"\n" and said[place : place + 1] != b"\n")
-            first = place if begins else first
+            if place and said[place - 1] == "\n" != said[place]:
+                first = place
             assert position == place - first
-            crosses = (
-                bytes(plain_targets[row].tolist())[place : place + 1] != b"\n" and said[place : place + 1] == b"\n"
-            )
-            assert targets[row, place] == (IGNORED if crosses else plain_targets[row, place])
+            following = int(plain_targets[row, place])
+            crosses = said[place] == "\n" != chr(following)
+            assert targets[row, place] == (IGNORED if crosses else following)
     halves = [packed_batch(corpus, document_starts(corpus), *which, rank, 2) for rank in range(2)]
     for whole, *parts in zip((tokens, targets, positions), *halves, strict=True):
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_every_window_can_be_drawn_and_none_beyond():
-    short = Corpus(np.arange(6, dtype=np.uint8), "six")
-    starts = {int(tokens[0]) for step in range(20) for tokens in lm_batch(short, step, 0, 8, 4)[0]}
-    assert starts == {0, 1}
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match="global batch of 6 does not divide over 4 ranks"):
-        lm_batch(COUNTING, 0, 0, 6, 5, rank=0, world_size=4)
-
-
-def test_the_standard_library_is_a_corpus():
+def test_the_standard_library_and_random_tokens_are_corpora():
     corpus = stdlib_corpus(cap=200_000)
     assert len(corpus.tokens) == 200_000
     assert b"import " in corpus.tokens.tobytes()
     assert np.array_equal(stdlib_corpus(cap=200_000).tokens, corpus.tokens)
+    assert load_corpus(["random"], vocab_size=100, context=8).tokens.max() == 99
+    with pytest.raises(UserError, match="vocabulary of 256, not 100"):
+        load_corpus([], vocab_size=100, context=8)
 
 
 def test_splitting_keeps_every_token_once():
@@ -128,9 +114,3 @@ def test_bad_text_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_corpus([str(path)], vocab_size=256, context=8)
-
-
-def test_text_needs_a_byte_vocabulary():
-    with pytest.raises(UserError, match="vocabulary of 256, not 100"):
-        load_corpus([], vocab_size=100, context=8)
-    assert load_corpus(["random"], vocab_size=100, context=8).tokens.max() == 99

@@ -22,6 +22,7 @@ from cs336_systems.host.text import markdown_code, markdown_row, markdown_text, 
 from cs336_systems.profiling.report import write_report
 from cs336_systems.profiling.trace import read_json, write_json
 from tests.support.chrome_events import GLOO, event, tag, trace
+from tests.support.traces import memory
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -59,9 +60,9 @@ def test_a_line_is_one_line_and_shows_what_was_in_it(text):
 def test_what_is_readable_stays():
     for text in ("", "a b\u00a0c", "Größe ± 5 %", "模型 🙂", 'C:\\x "y"'):
         assert printable(text) == text
-    assert printable("a\x1b[2Jb\x9b\nc\td") == "a\\x1b[2Jb\\x9b\\nc\\td"
+    assert printable("a\x1b[2Jb\x9b\nc\td\u202e\udc80") == "a\\x1b[2Jb\\x9b\\nc\\td\\u202e\\udc80"
     assert printable("a\nb\tc\r", keep="\n\t") == "a\nb\tc\\r"
-    assert printable("\u202e\udc80") == "\\u202e\\udc80"
+    assert markdown_text("two_nodes and_ _so __on__ _") == r"two_nodes and\_ \_so \_\_on\_\_ \_"
 
 
 def unescaped(pattern: str, text: str) -> bool:
@@ -83,11 +84,7 @@ def test_a_cell_of_markdown(text):
     assert not re.search(r"(?<!\\)\|", code)
 
 
-def test_underscores_are_escaped_only_where_they_would_be_emphasis():
-    assert markdown_text("two_nodes and_ _so __on__ _") == r"two_nodes and\_ \_so \_\_on\_\_ \_"
-
-
-def test_a_terminal_gets_no_commands():
+def test_a_terminal_gets_no_commands_but_our_own():
     out = StringIO()
     screen = LiteralConsole(file=out, width=4000, force_terminal=False)
     table = Table(EVERYTHING, title=EVERYTHING, caption=EVERYTHING)
@@ -98,16 +95,12 @@ def test_a_terminal_gets_no_commands():
     assert is_plain(out.getvalue())
     assert "\\x1b[2J" in out.getvalue()
     assert "[red]x[/]" in out.getvalue()
-
-
-def test_colours_of_our_own_still_work():
-    out = StringIO()
     LiteralConsole(file=out, force_terminal=True, color_system="standard").print("x\x1b[2J", style="bold")
     assert "\x1b[1m" in out.getvalue()
     assert "\x1b[2J" not in out.getvalue()
 
 
-def test_errors_and_warnings_of_a_command(capsys):
+def test_errors_warnings_and_progress_of_a_command(capsys):
     @click.command()
     @click.argument("what")
     def command(what: str) -> None:
@@ -120,10 +113,6 @@ def test_errors_and_warnings_of_a_command(capsys):
     assert errors.count("[red]x[/]") == 2
     assert errors.endswith("\n  second line\n"), "an error may have lines of its own"
     assert run_command(command, ["x", "\x1b[2J"]) == 2
-    assert is_plain(capsys.readouterr().err)
-
-
-def test_progress(capsys):
     with progress(EVERYTHING, 1) as advance:
         advance(EVERYTHING)
     assert is_plain(capsys.readouterr().err)
@@ -141,84 +130,65 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The folder of a report on two ranks, every name in whose traces is hostile, and what was printed."""
+def hostile_report(folder: Path) -> str:
+    """What is printed for the report of two ranks, every name in whose traces is hostile."""
     names = [f"{text} {number}" for number, text in enumerate(HOSTILE)]
     events = [tag("step 0", 0, 3000), tag("forward", 0, 2000), tag("backward", 2000, 500)]
-    events += [tag(f"{name} ({name})", 100 * i, 99) for i, name in enumerate(names)]
-    events += [event(name, 100 * i + 10, 50) for i, name in enumerate(names)]
-    events += [tag(f"gloo:{EVERYTHING}", 2000, 100, GLOO)]
-    memory = {"Device Type": 0, "Device Id": -1, "Total Allocated": 0}
-    events += [
-        {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 100 * i + 20.0,
-         "args": memory | {"Addr": i, "Bytes": 2**20}}
-        for i in range(len(names))
-    ]  # fmt: skip
+    for i, name in enumerate(names):
+        events += [tag(f"{name} ({name})", 100 * i, 99), event(name, 100 * i + 10, 50), memory(100 * i + 20, 2**20)]
+    events.append(tag(f"gloo:{EVERYTHING}", 2000, 100, GLOO))
     said = {"size": EVERYTHING, "wrapper": EVERYTHING, "device": EVERYTHING, "world_size": 2, "steps": 1}
-    traces = [trace(*events, rank=rank, **said) for rank in range(2)]
-    folder, out = tmp_path_factory.mktemp("report"), StringIO()
-    write_report(folder, traces, LiteralConsole(file=out, width=200))
-    return folder, out.getvalue()
+    out = StringIO()
+    write_report(folder, [trace(*events, rank=rank, **said) for rank in range(2)], LiteralConsole(file=out, width=200))
+    return out.getvalue()
 
 
-def test_the_report_of_a_profile(report):
-    folder, printed = report
-    assert is_plain(printed)
-    page = (folder / "index.html").read_text()
+def test_the_report_of_a_profile(tmp_path):
+    assert is_plain(hostile_report(tmp_path))
+    page = (tmp_path / "index.html").read_text()
+    assert is_plain(page)
     elements = Tags(page).found
-    assert {name for name, _ in elements} <= {
-        "html", "meta", "title", "style", "h1", "h2", "p", "a", "img", "pre", "span", "code",
-    }  # fmt: skip
+    known = {"html", "meta", "title", "style", "h1", "h2", "p", "a", "img", "pre", "span", "code"}
+    assert {name for name, _ in elements} <= known
     assert not [key for _, attributes in elements for key in attributes if key.startswith("on")]
     links = {attributes.get("src") or attributes.get("href") for _, attributes in elements} - {None}
-    assert links == {link for link in links if (folder / link).is_file()}, "nothing from elsewhere"
+    assert links == {link for link in links if (tmp_path / link).is_file()}, "nothing from elsewhere"
     (policy,) = [each["content"] for _, each in elements if each.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "script-src" not in policy
     assert page.index("Content-Security-Policy") < page.index("<title>"), "a policy holds for what comes after it"
-    assert is_plain(page)
-
-
-def test_the_pictures_of_a_profile(report):
-    folder, _ = report
-    pictures = [ElementTree.fromstring(path.read_bytes()) for path in folder.glob("*.svg")]
+    pictures = [ElementTree.fromstring(path.read_bytes()) for path in tmp_path.glob("*.svg")]
     assert len(pictures) == 3
-    for picture in pictures:
-        names = {each.tag.rpartition("}")[2] for each in picture.iter()}
-        assert not names & {"script", "image", "a", "foreignObject", "animate", "set"}
-        keys = [(key, value) for each in picture.iter() for key, value in each.attrib.items()]
-        assert not [key for key, value in keys if key.startswith("on") or ("href" in key and value[:1] != "#")]
+    for each in (each for picture in pictures for each in picture.iter()):
+        assert each.tag.rpartition("}")[2] not in {"script", "image", "a", "foreignObject", "animate", "set"}
+        assert not [key for key in each.attrib if key.startswith("on")]
+        assert not [key for key, value in each.attrib.items() if "href" in key and value[:1] != "#"]
+    for path in tmp_path.glob("*.md"):
+        check_tables(path.read_text())
+    assert read_json(tmp_path / "merged.trace.json.gz")
 
 
-def test_the_tables_of_a_profile(report):
-    folder, _ = report
-    for path in folder.glob("*.md"):
-        text = path.read_text()
-        assert is_plain(text), path.name
-        columns = None
-        for line in text.split("\n"):
-            code = re.sub(r"(`+).*?\1(?!`)", "code", line)
-            assert "<script" not in code
-            assert "<img" not in code
-            bars = len(re.findall(r"(?<!\\)(?:\\\\)*\|", code)) if line.startswith("|") else None
-            assert bars == columns or columns is None or bars is None, f"{path.name}: {line}"
-            columns = bars
+def check_tables(text: str) -> None:
+    """Tables of Markdown whose rows have as many columns as their heads, and no HTML."""
+    assert is_plain(text)
+    columns = None
+    for line in text.split("\n"):
+        code = re.sub(r"(`+).*?\1(?!`)", "code", line)
+        assert "<script" not in code
+        assert "<img" not in code
+        bars = len(re.findall(r"(?<!\\)(?:\\\\)*\|", code)) if line.startswith("|") else None
+        assert bars == columns or columns is None or bars is None, line
+        columns = bars
 
 
-def test_the_merged_trace_of_a_profile(report):
-    folder, _ = report
-    assert read_json(folder / "merged.trace.json.gz")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_a_trace_with_numbers_that_json_has_not_is_refused(number, tmp_path):
+def test_a_trace_with_numbers_that_json_has_not_is_refused(tmp_path):
     path = tmp_path / "x.json"
-    path.write_text(f'{{"traceEvents": [{{"ph": "X", "name": "a", "ts": {number}}}]}}')
-    with pytest.raises(UserError, match=f"a number in it is {number}"):
-        read_json(path)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json({"traceEvents": [float(number)]}, path)
+    for number in ("NaN", "-Infinity"):
+        path.write_text(f'{{"traceEvents": [{{"ph": "X", "name": "a", "ts": {number}}}]}}')
+        with pytest.raises(UserError, match=f"a number in it is {number}"):
+            read_json(path)
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write_json({"traceEvents": [float(number)]}, path)
 
 
 def test_the_pages_that_records_become():
