@@ -1,16 +1,18 @@
 """The four data-parallel wrappers: results equal to one process, reductions in the order that their lesson claims."""
 
 import gc
+import inspect
 import weakref
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Event, all_reduce, record
+from cs336_systems.comm import Event, all_reduce, record, shared_verbs
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
@@ -131,6 +133,37 @@ def accumulation_case(group) -> None:
                     model.finish_gradient_synchronization()
                     model.zero_grad()
         assert counts == [0, reductions, 0, reductions, reductions], wrap
+
+
+def frames_case(group, wrapper: str) -> list[list[str]]:
+    """The library's frames, outermost first, above each all-reduce that backward launches: FILE function."""
+    found, real = [], shared_verbs.all_reduce
+
+    def all_reduce(*arguments, **named):
+        stack = [(Path(frame.filename), frame.function) for frame in inspect.stack()[::-1]]
+        found.append([f"{file.name} {function}" for file, function in stack if "cs336_systems" in file.parts])
+        return real(*arguments, **named)
+
+    chain = nn.Sequential(*(Scale() for _ in range(8)))
+    model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else OverlappedDDP(chain)
+    shared_verbs.all_reduce = all_reduce
+    try:
+        model(torch.ones(3)).sum().backward()
+    finally:
+        shared_verbs.all_reduce = real
+    model.finish_gradient_synchronization()
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "reductions"), [("overlapped", 8), ("bucketed", 4)])
+def test_five_frames_at_most_lead_from_a_hook_to_its_all_reduce(wrapper, reductions):
+    found = ranks.run(frames_case, 2, wrapper=wrapper)[0]
+    assert len(found) == reductions
+    for frames in found:
+        assert frames[0] == "guards.py hook"
+        assert frames[-1] == "verbs.py all_reduce"
+        assert len(frames) <= 5
+        assert len({frame.split()[0] for frame in frames}) <= 4
 
 
 def test_no_sync_ends_with_its_block():
