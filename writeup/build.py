@@ -8,7 +8,6 @@ from cs336_systems.host.text import printable
 from writeup.book import Book, machines
 from writeup.compose import compose
 from writeup.edition import parts
-from writeup.play.grid import layouts_beside
 from writeup.render import write_figures, write_html, write_pdf
 from writeup.tables import plain
 
@@ -19,8 +18,6 @@ def build(book: Book, out: Path, chosen: Sequence[str] = (), solutions: bool = T
     writing = f"write into {out}", "name another folder with --out"
     with console.os_errors(*writing):
         out.mkdir(parents=True, exist_ok=True)
-    if not chosen:
-        layouts_beside()
     with console.progress("writing", count + 2) as advance:
         manuscript = compose(book, advance, chosen, solutions)
         with console.os_errors(*writing):

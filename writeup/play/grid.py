@@ -3,10 +3,8 @@
 The page looks numbers up and never interpolates: there is no second implementation that could differ from the first.
 """
 
-from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache
 from itertools import product
-from multiprocessing import get_context
 from typing import Any
 
 from cs336_systems.cost.domain import outside, time_range
@@ -68,14 +66,6 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
 
 
 @cache
-def layouts_beside() -> Future[dict[str, Any]]:
-    """Start a process that computes `layouts`, a fifth of the work of a build."""
-    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    future = pool.submit(layouts)
-    pool.shutdown(wait=False)
-    return future
-
-
 def layouts() -> dict[str, Any]:
     """Tables of memory and time (`cell`) over all layouts, the last of a table's axes changing fastest; notes and
     refusals are numbers of `texts`, and a refused layout's cell is the number alone."""
@@ -128,7 +118,7 @@ def grid() -> dict[str, Any]:
     stacks = [STACKS[usual_stack(zero)] for zero in AXES["zero"][2]]
     return {
         "axes": axes, "command": command, "held": list(MEMORY.items()), "verdicts": VERDICTS,
-        "stacks": [[each.name, each.memory_basis] for each in stacks], **layouts_beside().result(),
+        "stacks": [[each.name, each.memory_basis] for each in stacks], **layouts(),
         "parts": [[PARTS[name]["label"], PARTS[name]["colour"]] for name in TIMES],
         "machines": [[short(each.memory / GIB), short(usable_memory(each) / GIB)] for each in machines],
         "pipelines": {
