@@ -145,6 +145,11 @@ def test_unequal_stages():
     assert ran.makespan == 3.5 + 4 * 12.0 + 0.5 + 6.0 == first[-1].end
     assert ran.idle == [58.0 - 4 * 9.0, 10.0]
     assert ran.bubble == 32.0 / 116.0
+    # From the last stage's chunk to the first's a message takes as long as between neighbours.
+    ran = simulate(schedule("interleaved", 3, 3, 2), 2.0, 4.0, transfer=5.0)
+    when = {(each.stage, str(each.action)): each for row in ran.timeline for each in row}
+    sent, used = when[2, "forward of microbatch 0 in chunk 0"], when[0, "forward of microbatch 0 in chunk 1"]
+    assert used.start == sent.end + 5.0
     # Thirds do not add up exactly, and yet no idle time appears. A message to itself takes no time either.
     alone = simulate(schedule("interleaved", 1, 5, 3), transfer=9.0)
     assert (alone.idle, alone.bubble) == ([0.0], 0.0)

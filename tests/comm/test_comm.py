@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from cs336_systems.comm import (
 from cs336_systems.comm import store as stores
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import group_timeout
-from cs336_systems.comm.store import wait_for
+from cs336_systems.comm.store import StoreLostError, TimedStore, wait_for
 from cs336_systems.errors import UserError
 from tests.support import ranks
 
@@ -244,3 +246,16 @@ def test_collectives_that_differ_are_named_at_the_end_where_no_record_can_be_rea
     errors = ranks.run_failing(by_order_case, 2, kind="order", shared=False)
     said = "the ranks' collectives differed in kind, size or order: what they computed together is wrong"
     assert errors == [(CommError.__name__, said)] * 2
+
+
+def test_a_store_that_does_not_answer_is_given_up_until_it_does():
+    goes_on = threading.Event()
+    stopped = SimpleNamespace(check=lambda keys: goes_on.wait(30))
+    hasty, patient = (TimedStore(stopped, timedelta(seconds=seconds)) for seconds in (0.05, 20))
+    with pytest.raises(StoreLostError, match=r"^the store of the ranks did not answer within 0\.05 s$"):
+        hasty.check(["a"])
+    with pytest.raises(StoreLostError, match=r"^the store of the ranks does not answer$"):
+        patient.check(["a"])
+    goes_on.set()
+    stores._asker.late.result(20)
+    assert patient.check(["a"])

@@ -173,6 +173,8 @@ def test_logits_of_all_tokens_never_exist(flags, chunks_of):
 
 
 def test_chunk_is_bounded_by_memory():
+    assert (chunk_tokens(50_257, 768, 2), chunk_tokens(128_256, 4096, 2)) == (4096, 4096)  # 1 GB, as much as the weight
+    assert (chunk_tokens(128_256, 2048, 2), chunk_tokens(262_144, 640, 4)) == (2048, 1024)
     for vocab, d_model in product((1, 32_000, 151_936, 262_144), (64, 1600, 8192)):
         tokens = chunk_tokens(vocab, d_model, 2)
         assert tokens in range(1024, 4097)

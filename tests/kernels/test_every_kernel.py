@@ -115,6 +115,8 @@ def test_frozen_inputs_get_no_gradient_and_cost_nothing(name, monkeypatch):
     def spy(kernel, *args, **options):
         needs = [key for key, value in options.items() if key.startswith("NEED") and value]
         launched.add(" ".join([kernel.fn.__name__, *needs]))
+        if name == "weighted sum" and options.get("NEED_WEIGHT") is False:
+            assert not args[-2].numel(), "no partial sums are kept"
         real(kernel, *args, **options)
 
     for module in (launch, weighted_sum, rmsnorm, flash_attention):
