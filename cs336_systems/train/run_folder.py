@@ -162,8 +162,8 @@ class RunCheckpoints:
         """Report the step at which the run resumes, whether bit for bit, and which settings have changed."""
         then, now = checkpoint.state["computed"], computed(self.trainer)
         routed = now.pop(ROUTED)
-        if "1 rank" in (then["layout"], now["layout"]):  # one rank sends nothing, so its backend does not matter
-            now["backend"] = then["backend"]
+        if "1 rank" in (then.get("layout"), now["layout"]):  # one rank sends nothing, so its backend does not matter
+            now["backend"] = then.get("backend")
         other = _differing(then, now, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         before, options = checkpoint.state["recipe"], asdict(self.trainer.recipe.optimizer)

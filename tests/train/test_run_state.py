@@ -209,6 +209,11 @@ def damages_case(group, folder: str) -> list[str]:
         else:
             assert (trainer.skipped, trainer.scaler.state_dict()) == wanted[1], (number, key)
             assert all(torch.equal(a.tensor, b) for a, b in zip(checkpoints.state.pieces()[0], wanted[0], strict=True))
+    for key in ("backend", "layout"):  # which are only said
+        body = deepcopy(good)
+        del body["state"]["computed"][key]
+        path.write_bytes(to_text(body))
+        checkpoints.restore()
     path.write_bytes(to_text(good))
     checkpoint = open_checkpoint(path.parent)
     bare = {name: {VALUE: kinds[VALUE]} for name, kinds in checkpoint.tensors.items() if VALUE in kinds}
