@@ -198,8 +198,7 @@ class Evidence:
         return not first or any(
             each.keys() != first.keys()
             or any(
-                x.shape != each[key].shape or largest(each[key] - x) > self.tolerance(key, x)
-                for key, x in first.items()
+                x.shape != each[key].shape or largest(each[key] - x) > self.case.tolerance for key, x in first.items()
             )
             for each in rest
         )

@@ -8,12 +8,12 @@ memory that nobody has written to is P. Over all ranks of the group
 
     all-reduce, all-gather    give R
     reduce-scatter            gives V, this rank's share
-    broadcast                 gives R; P stays P, since it is one rank's part of a sum, as it does where an optimizer
-                              gathers what it has updated by its own rank's gradient
+    broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
 Rows are P, and weights that each rank has drawn itself are V. A weight that an optimizer has updated must not be P, as
 it is after an update by a gradient that is P, and a weight that a layer uses must be R. Not seen: factors, waits, sums
-that are made of messages, and an optimizer that averages weights instead of gradients: compare the numbers.
+that are made of messages, an optimizer that averages weights instead of gradients, and one that gathers shards that it
+has updated by its own rank's gradient, by hand: compare the numbers.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -71,7 +71,6 @@ class Shadow(TorchDispatchMode):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.world, self.memory = group.size(), dict[int, tuple[StorageWeakRef, Tensor]]()
-        self.steps = 0  # of optimizers, one inside another, that are under way
 
     def types(self, x: Tensor) -> Tensor:
         """Types of a tensor's elements: a view, of its shape, of one byte for each byte of its storage."""
@@ -127,8 +126,7 @@ class Shadow(TorchDispatchMode):
         if not any(each in name for each in ("reduce", "gather", "broadcast")):
             raise MessagesError(f"types do not follow {name.strip('_')}: compare the numbers")
         outputs = tensors(args[0])
-        sent = outputs if "broadcast" in name else tensors(args[1]) if "gather" in name and self.steps else []
-        is_part = P in map(self.of, sent)
+        is_part = "broadcast" in name and max(map(self.of, outputs)) == P
         for each in outputs:
             self.give(each, P if is_part else V if "scatter" in name else R)
 
@@ -146,7 +144,6 @@ class Weights(Shadow):
         """Follow types, and what layers and optimizers do, inside the block."""
         with self, ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._used).remove)  # runs before a layer's own
-            stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", lambda *a: self._resized(*a)))
             yield
@@ -158,11 +155,7 @@ class Weights(Shadow):
                 why = ": its first values or its updates are not sent to all ranks"
                 raise refusal(f"{f'{where}.{name}'.lstrip('.')}: it", "RVP"[found], "R", self.axis, why)
 
-    def _stepping(self, *_: Any) -> None:
-        self.steps += 1
-
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        self.steps -= 1
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         for p in updated:  # its own step may reduce gradients; of a DTensor, only what is local has types
             if self.of(getattr(p.grad, "_local_tensor", p)) == P:

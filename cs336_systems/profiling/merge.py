@@ -16,7 +16,7 @@ from cs336_systems.profiling.nesting import Node, nest, nested
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped
 
-CROSSING = "note: {} slices cross others of their thread, and are left out"
+CROSSING = "note: {} slices cross others of their thread or stream, and are left out"
 SECOND = 10**9
 PER_RANK = 1000  # process numbers of one rank, and lines of one process
 Event = dict[str, Any]
@@ -136,7 +136,7 @@ def _leaving(node: Node, begin: int) -> int:
     end = node.end - 1
     for child in reversed(node.children):
         end = child.span.start - 1 if child.span.start <= end < child.end else end
-    return end if end >= begin else node.end - 1
+    return end if end >= max(begin, node.span.start) else node.end - 1
 
 
 def _ends(arrows: list[Arrow]) -> Iterator[Row]:
