@@ -431,3 +431,24 @@ def test_adapters_of_the_course_are_accepted(tmp_path):
     for each in load(str(path))[0]:
         if each.kind == "ddp":
             assert check(each, only=("training",)).exit_code() == 1
+
+
+def test_what_is_never_synchronised_is_wrong_in_half_precision():
+    """There weights differ by less than their tolerance after a step, and gradients by more."""
+
+    def build():
+        layers = torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)
+        rows = torch.linspace(-1, 1, 12 * 24, dtype=torch.bfloat16).view(12, 24).sin()
+        return (
+            torch.nn.Sequential(*layers).bfloat16(),
+            torch.nn.functional.mse_loss,
+            lambda step: rows.split((16, 8), 1),
+        )
+
+    def wrap(module):
+        for p in module.parameters():
+            torch.distributed.broadcast(p.data, 0)
+        return module
+
+    verdict = check(wrap, build, kind="ddp", only="training").of("gradients")
+    assert (verdict.status, verdict.cause) == ("WRONG", "never synchronised")
