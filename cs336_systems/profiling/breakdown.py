@@ -194,7 +194,7 @@ def attention_rows(trace: Trace) -> list[Row]:
 
 
 def share_note(trace: Trace) -> str:
-    """What the shares do not show apart, in words."""
+    """Sentences on parts that have no row of their own: a fused loss, and the softmax of fused attention."""
     attention = {row.name for row in attention_rows(trace)}
     fused_loss = any(node.span.name == FUSED_LOSS for node in timeline(trace).busy)
     fused_attention = FUSED_ATTENTION in attention and SOFTMAX not in attention

@@ -159,7 +159,7 @@ def _shared_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
     mine, of_clock = traces[0], MEASURED[timeline(traces[0]).clock]
     shares = [row for row in share_rows(mine) if row.total]
     tables = [
-        Table.of("Shares of the step", shares, SHARES, f"{of_clock} {share_note(mine)}".rstrip()),
+        Table.of("Shares of the step", shares, SHARES, f"{of_clock} Rows may overlap. {share_note(mine)}".rstrip()),
         Table.of("Parts of the step", part_rows(mine), PARTS, f"{of_clock} {PARTS_NOTE}"),
     ]
     if len(traces) == 1:
