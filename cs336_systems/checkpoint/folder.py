@@ -1,11 +1,7 @@
 """A checkpoint's folder and manifest: saved by all ranks or by none, and opened only if all checksums are right.
 
-    rank 0   make .saving-step-...  |  write  |  vote  |  manifest, fsync, rename, fsync  |  vote  |  delete the oldest
-    others                          |  write  |  vote  |                                  |  vote  |
-
-No existing file is written to, and none is deleted before the new checkpoint has its name. Votes go through the store,
-since a save may run beside training, whose collectives it must not disturb. The manifest has the files' checksums, the
-run's state, and a checksum of both. The files describe their tensors themselves (version 1 repeated this here):
+The protocol is drawn in docs/checkpoints.md. Votes go through the store, since a save may run beside training, whose
+collectives it must not disturb. The files describe their tensors themselves (version 1 repeated this here):
 
     {"manifest": {"format": ..., "version": 2, "step": 120,
                   "files": {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...}, "state": {...}},
