@@ -6,9 +6,6 @@ collectives it must not disturb. The files describe their tensors themselves (ve
     {"manifest": {"format": ..., "version": 2, "step": 120,
                   "files": {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...}, "state": {...}},
      "sha256": "..."}
-
-A plain file, which other programs use, has whole parameters by name, without optimizer state and checksum. It is opened
-as a `Checkpoint`, so that a run in any layout may begin from it.
 """
 
 import errno
@@ -270,6 +267,7 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
 
 
 def open_plain(path: Path) -> Checkpoint:
-    """Open a plain safetensors file as a checkpoint with parameters only. Raises UserError for any other file."""
+    """Open a plain safetensors file, which has whole parameters alone and no checksum, as a checkpoint from which a run
+    in any layout may begin. Raises UserError for any other file."""
     with os_errors(f"read {path}"):
         return Checkpoint(path.parent, 0, {}, *list_tensors([path], plain=True), {})
