@@ -1,10 +1,7 @@
 """Files and folders that are written completely or not at all, a run's lock, and actions on which all ranks agree.
 
-    write files -> fsync each -> fsync their folder -> rename the folder -> fsync its parent
-
-The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; a process
-killed after it leaves a checkpoint. The fsyncs are for a loss of power: without those before the rename, the name could
-survive but not the contents.
+Files and their folder are flushed (fsync) before the folder is renamed, which is the one atomic step: otherwise, at a
+loss of power, the name could survive but not the contents. Then the rename is flushed.
 """
 
 import errno

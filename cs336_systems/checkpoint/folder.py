@@ -1,18 +1,11 @@
 """A checkpoint's folder and manifest: saved by all ranks or by none, and opened only if all checksums are right.
 
-    rank 0   make .saving-step-...  |  write  |  vote  |  manifest, fsync, rename, fsync  |  vote  |  delete the oldest
-    others                          |  write  |  vote  |                                  |  vote  |
-
-No existing file is written to, and none is deleted before the new checkpoint has its name. Votes go through the store,
-since a save may run beside training, whose collectives it must not disturb. The manifest has the files' checksums, the
-run's state, and a checksum of both. The files describe their tensors themselves (version 1 repeated this here):
+The protocol is drawn in docs/checkpoints.md. Votes go through the store, since a save may run beside training, whose
+collectives it must not disturb. The files describe their tensors themselves (version 1 repeated this here):
 
     {"manifest": {"format": ..., "version": 2, "step": 120,
                   "files": {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...}, "state": {...}},
      "sha256": "..."}
-
-A plain file, which other programs use, has whole parameters by name, without optimizer state and checksum. It is opened
-as a `Checkpoint`, so that a run in any layout may begin from it.
 """
 
 import errno
@@ -274,6 +267,7 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
 
 
 def open_plain(path: Path) -> Checkpoint:
-    """Open a plain safetensors file as a checkpoint with parameters only. Raises UserError for any other file."""
+    """Open a plain safetensors file, which has whole parameters alone and no checksum, as a checkpoint from which a run
+    in any layout may begin. Raises UserError for any other file."""
     with os_errors(f"read {path}"):
         return Checkpoint(path.parent, 0, {}, *list_tensors([path], plain=True), {})

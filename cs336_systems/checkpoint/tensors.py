@@ -10,8 +10,6 @@ box of a matrix; ZeRO gives it a run of consecutive elements of the box:
                                                                             x x . .
                                                                             . . . .
 
-Every layout consists of such pieces, so one format holds all layouts, and a run in any layout can read any other's.
-
 A file's metadata describes each of its tensors as a piece, so the files alone define the tensors of a checkpoint. Files
 may come from an untrusted place: everything in a head is checked before use, and no size in it leads to more memory
 than the file has bytes, nor its JSON to more than 700 MB.

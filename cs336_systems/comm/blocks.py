@@ -1,4 +1,4 @@
-"""Blocks of memory that the other ranks of a machine can map.
+"""Memory that the ranks of a machine share: blocks of data, tables of transfers, and a sleep until a word changes.
 
 A rank's blocks lie in anonymous files (memfd), which the others open through /proc. No path can be left behind, and the
 memory is freed with the last process. Free blocks are used again: the system clears new memory at its first use, which
@@ -16,9 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.comm.flight_recorder import TABLE, Ring
 from cs336_systems.errors import UserError
 
 CHUNK, SMALL = 2**23, 2**20  # blocks of up to SMALL bytes are cut from files of CHUNK, since open files are limited
+
+# A table, which its rank writes and the others read.
+WORDS = 8  # of a slot
+KEY, STATE, HISTORY, FILE, SERIAL, SIZE, OFFSET, NBYTES = range(WORDS)
+# Words of a table: a count of its changes, 1 once the rank has left, 1 while it sleeps, the place of its first chunk of
+# memory; then the slots.
+CHANGES, CLOSED, SLEEPS, CHUNK_PLACE, HEAD = 0, 1, 2, 3, WORDS
+SLOTS = TABLE // WORDS - 1
+READY, DONE = 1, 2
+
+# Linux's futex(2) on x86-64.
+LIBC = ctypes.CDLL(None)
+FUTEX, WAIT, WAKE, ALL = 202, 0, 1, 2**31 - 1
 
 
 class Span(NamedTuple):
@@ -118,3 +132,52 @@ class Pool:
         block = self.take(max(1, tensor.nbytes))
         block.tensor(tensor.nbytes, tensor.dtype).copy_(tensor)
         return block
+
+
+class Peer:
+    """Another rank's table and memory, as this rank has mapped them."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.words, self.keys = ring.fields["table"].data, ring.fields["table"][HEAD::WORDS]
+        self.futex = ring.fields["table"].ctypes.data
+        self.memories: dict[int, mmap.mmap] = {}
+
+    def find(self, key: int, guess: int) -> int:
+        """Find the first word of the slot with this key, or 0. `guess`, this rank's own slot, is right most often."""
+        if self.words[guess] == key:
+            return guess
+        found = (self.keys == key).nonzero()[0]
+        return HEAD + WORDS * int(found[0]) if len(found) else 0
+
+    def part(self, slot: int) -> Tensor:
+        """Bytes of the block that a slot describes."""
+        file, serial, size, offset, nbytes = self.words[slot + FILE : slot + WORDS].tolist()
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if serial not in self.memories:
+            self.memories[serial] = self._map(file, serial, size)
+        return torch.frombuffer(self.memories[serial], dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def _map(self, file: int, serial: int, size: int) -> mmap.mmap:
+        try:
+            descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR | os.O_NONBLOCK)
+            with open(descriptor, "r+b") as opened:
+                # A rank that has left may have reused the descriptor for another file.
+                name = f"/memfd:{memory_name(self.ring.pid, serial)} (deleted)"
+                if os.readlink(f"/proc/self/fd/{descriptor}") == name:
+                    return mmap.mmap(opened.fileno(), size)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"the memory of another rank cannot be mapped: {error}") from None
+        raise RuntimeError("another rank has left the group")
+
+
+def sleep_while(address: int, value: int, seconds: float) -> bool:
+    """Sleep while the 32-bit word at an address has a value, for less than a second; returns False if woken."""
+    limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # a timespec of C: seconds and nanoseconds
+    return bool(LIBC.syscall(FUTEX, ctypes.c_void_p(address), WAIT, ctypes.c_int(value), limit, None, 0))
+
+
+def wake(address: int) -> None:
+    """Wake all processes that sleep on the word at an address."""
+    LIBC.syscall(FUTEX, ctypes.c_void_p(address), WAKE, ALL, None, None, 0)

@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 KINDS = ("u1", "f8", "i8", "i8", "i8", "f8", "u4", "S16", "S16", "S12", "S80")
 SLOT = np.dtype(list(zip(Entry._fields, KINDS, strict=True)))
-TABLE = 8 * (1 + 1024)  # words of the transfers in shared memory, see tables.py
+TABLE = 8 * (1 + 1024)  # words of the transfers in shared memory, see blocks.py
 RING = np.dtype([("token", "S16"), ("written", "i8"), ("step", "i8"), ("table", "u8", TABLE), ("slots", SLOT, SLOTS)])
 
 
@@ -78,15 +78,11 @@ class Ring:
         self.numbers, self.histories = self.slots["number"], self.slots["history"]
         self.turns = itertools.count()  # its next() is safe among threads
         if not started:
-            self.at_step(NO_STEP)
+            self.fields["step"] = NO_STEP
 
     @property
     def step(self) -> int:
         return int(self.fields["step"])
-
-    def at_step(self, step: int) -> None:
-        """Set the current training step."""
-        self.fields["step"] = step
 
     def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int, history: int = 0) -> int:
         """Write an entry for an operation that starts; returns its number in the ring."""
@@ -213,4 +209,4 @@ recorder = Recorder()  # of this process
 
 def at_step(step: int) -> None:
     """Record the start of a training step, which error messages then name."""
-    recorder.mine.at_step(step)
+    recorder.mine.fields["step"] = step

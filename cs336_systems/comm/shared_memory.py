@@ -27,12 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.comm import futex, tables
-from cs336_systems.comm.blocks import Block, Pool, Span
+from cs336_systems.comm import blocks
+from cs336_systems.comm.blocks import Block, Peer, Pool, Span
 from cs336_systems.comm.flight_recorder import TABLE, recorder
 from cs336_systems.comm.group import Group, group_timeout
 from cs336_systems.comm.store import while_waiting
-from cs336_systems.comm.tables import Peer
 from cs336_systems.errors import UserError
 
 SPIN = 50e-6  # seconds of polling before a rank sleeps, if each rank has a core
@@ -60,7 +59,7 @@ class Transport:
     def close(self) -> None:
         """Tell the others that this rank takes part in no more transfers, and forget them."""
         if self.on and self.owner[0] == os.getpid():  # not in a child that was forked
-            self.words[tables.CLOSED] = 1
+            self.words[blocks.CLOSED] = 1
             self.wake()
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # peers by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
@@ -83,7 +82,7 @@ class Transport:
         self.peers, self.on, self.crowded = peers, True, len(peers) >= len(os.sched_getaffinity(0))
         self.owner = os.getpid(), get_ident()
         self.table = recorder.mine.fields["table"]
-        self.table[tables.CHUNK_PLACE : tables.HEAD] = block.span(1)
+        self.table[blocks.CHUNK_PLACE : blocks.HEAD] = block.span(1)
         self.words, self.futex = self.table.data, self.table.ctypes.data
         self.pool.give_back(block)
         return True
@@ -92,7 +91,7 @@ class Transport:
         """Map every other rank's first file, so that a small tensor that it sent last can be read after its end."""
         with suppress(RuntimeError):  # one has left already: the first transfer will say so
             for peer in self.peers.values():
-                peer.part(tables.CHUNK_PLACE - tables.FILE)
+                peer.part(blocks.CHUNK_PLACE - blocks.FILE)
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
         """True if the group's transfers of this tensor go through shared memory."""
@@ -108,20 +107,20 @@ class Transport:
     def wake(self) -> None:
         """Count a change of this rank's table, and wake ranks that wait for one. A rank that falls asleep during this
         call is woken by the next change, or after SLEEP."""
-        self.words[tables.CHANGES] = (self.words[tables.CHANGES] + 1) & 0x7FFFFFFF
-        if any(peer.words[tables.SLEEPS] for peer in self.peers.values()):
-            futex.wake(self.futex)
+        self.words[blocks.CHANGES] = (self.words[blocks.CHANGES] + 1) & 0x7FFFFFFF
+        if any(peer.words[blocks.SLEEPS] for peer in self.peers.values()):
+            blocks.wake(self.futex)
 
     def enter(self, transfer: "Transfer", span: Span) -> int:
         """Write a transfer into a free slot of the table; returns the slot's first word."""
         for turn in count(self.turn):
-            slot = tables.HEAD + tables.WORDS * (turn % tables.SLOTS)
+            slot = blocks.HEAD + blocks.WORDS * (turn % blocks.SLOTS)
             if not self.words[slot]:
                 break
-            if turn > self.turn and (turn - self.turn) % tables.SLOTS == 0:  # no slot is free
+            if turn > self.turn and (turn - self.turn) % blocks.SLOTS == 0:  # no slot is free
                 next(iter(self.pending)).wait(released=True)
         self.turn = turn + 1
-        for word, value in enumerate((tables.READY, transfer.key.history, *span), slot + tables.STATE):
+        for word, value in enumerate((blocks.READY, transfer.key.history, *span), slot + blocks.STATE):
             self.words[word] = value
         self.words[slot] = transfer.word
         self.wake()
@@ -203,7 +202,7 @@ class Transfer:
     def _act(self) -> None:
         try:
             pairs = [(peer, slot) for (peer, _), slot in self._pairs()]
-            if any(peer and peer.words[slot + tables.HISTORY] != self.key.history for peer, slot in pairs):
+            if any(peer and peer.words[slot + blocks.HISTORY] != self.key.history for peer, slot in pairs):
                 self.key.mismatch()
                 raise RuntimeError("the ranks launched different collectives: launch the same in the same order")
             assert self.act is not None
@@ -218,13 +217,13 @@ class Transfer:
             return
         self.acted = True
         self.complete = not self.in_place
-        transport.words[self.slot + tables.STATE] = tables.DONE
+        transport.words[self.slot + blocks.STATE] = blocks.DONE
         transport.wake()
 
     def _all_done(self) -> bool:
         for (peer, rank), slot in self._pairs():
             # A peer reuses the slot, for another key, once all ranks are done.
-            if peer and peer.words[slot + tables.STATE] != tables.DONE and peer.words[slot] == self.word:
+            if peer and peer.words[slot + blocks.STATE] != blocks.DONE and peer.words[slot] == self.word:
                 self.missing = rank
                 return False
         return True
@@ -255,15 +254,15 @@ class Transfer:
     def _sleep(self, released: bool) -> None:
         """Sleep until the rank that this waits for changes its table. Raises RuntimeError if that rank has ended."""
         peer = transport.peers[self.missing]
-        changes, closed = peer.words[tables.CHANGES], peer.words[tables.CLOSED]
+        changes, closed = peer.words[blocks.CHANGES], peer.words[blocks.CLOSED]
         if len(transport.pending) > 1:
             transport.progress()
         if self._is_over(released) or transport.peers[self.missing] is not peer:
             return
         if not closed:
-            transport.words[tables.SLEEPS] = 1
-            futex.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
-            transport.words[tables.SLEEPS] = 0
+            transport.words[blocks.SLEEPS] = 1
+            blocks.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
+            transport.words[blocks.SLEEPS] = 0
             if monotonic() - self.looked < SLEEP:
                 return
             self.looked = monotonic()

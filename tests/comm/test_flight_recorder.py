@@ -48,9 +48,9 @@ def test_status_of_a_process():
         assert child_of.summary() == "runs but said nothing before its first collective"
         # The number has gone to another process.
         assert Ring(mmap.mmap(-1, RING.itemsize), child.pid, "another").status() == "died"
-        child_of.at_step(3)
+        child_of.fields["step"] = 3
         child_of.launch("all-reduce", "0", "bucket", 4, "float32", 1)
-        child_of.at_step(4)
+        child_of.fields["step"] = 4
         assert child_of.summary().endswith("after the launch of all-reduce no. 1 (bucket) of step 3, in step 4")
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -28,11 +28,10 @@ from cs336_systems.comm import (
     send,
     shared_memory,
 )
-from cs336_systems.comm.blocks import Pool
+from cs336_systems.comm.blocks import SLOTS, Pool
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT, shared_empty
-from cs336_systems.comm.tables import SLOTS
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
