@@ -24,11 +24,10 @@ from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
 from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
-from cs336_systems.buffers.steps import guard_of
+from cs336_systems.buffers.steps import guard_of, require_elementwise
 from cs336_systems.comm import Group, default_group
 from cs336_systems.comm.group import count
 from cs336_systems.errors import UserError
-from cs336_systems.optim.elementwise import require_elementwise
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

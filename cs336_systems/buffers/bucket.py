@@ -16,8 +16,6 @@ A ZeRO stage is three placements: of parameters, gradients and optimizer state (
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -148,32 +146,17 @@ class GradBucket:
         """Stand-in for a sharded gradient in `.grad`, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
-    @cached_property
-    def spans(self) -> dict[nn.Parameter, slice]:
-        """Positions of this rank's pieces of the gradients in the shard."""
-        mine = self.layout.pieces(self.group.rank())
-        ends = accumulate(piece.numel for piece in mine)
-        return {self.parameters[p.index]: slice(end - p.numel, end) for p, end in zip(mine, ends, strict=True)}
-
-    def pieces(self) -> dict[nn.Parameter, Tensor]:
-        """This rank's pieces of the gradients in the shard, as views."""
-        return {} if self.shard is None else {parameter: self.shard[span] for parameter, span in self.spans.items()}
+    def pieces(self, shard: Tensor) -> dict[nn.Parameter, Tensor]:
+        """This rank's pieces of the gradients, some of them empty, as views of its shard."""
+        first = self.layout.cuts[self.group.rank()]
+        starts = zip(self.parameters, (offset - first for offset in self.layout.offsets), strict=True)
+        return {p: shard[max(0, start) : max(0, start + p.numel())] for p, start in starts}
 
     def hold_pieces(self) -> None:
-        """Attach this rank's piece of the reduced shard, which may be empty, to each stand-in in `.grad`."""
-        if self.shard is None or not self.names:
-            return
-        pieces = self.pieces()
-        for parameter in self.parameters:
+        """Attach this rank's piece of the reduced shard to each stand-in in `.grad`."""
+        for parameter, piece in self.pieces(self.shard).items() if self.shard is not None else ():
             if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad.piece = pieces.get(parameter, self.shard[:0])
-
-    def match_strides(self) -> None:
-        """Copy each gradient whose strides are not its parameter's, as under channels-last: torch's fused optimizers
-        pair elements by address."""
-        for p in self.parameters:
-            if p.grad is not None and p.grad.stride() != p.stride():
-                p.grad = torch.empty_like(p).copy_(p.grad)
+                parameter.grad.piece = piece
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
         """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
@@ -181,8 +164,8 @@ class GradBucket:
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)
-            if self.shard is not None and parameter in self.spans:
-                self.shard[self.spans[parameter]].zero_()
+            if self.shard is not None:
+                self.pieces(self.shard)[parameter].zero_()
         return dropped
 
     def make_way(self, parameter: nn.Parameter) -> None:
@@ -232,7 +215,8 @@ class GradBucket:
         """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of the shard."""
         if self.shard is None:
             return [LocalGradient(p, p.grad, False) for p in self.parameters if p.grad is not None]
-        return [LocalGradient(p, piece, True) for p, piece in self.pieces().items() if p.grad is not None]
+        pieces = self.pieces(self.shard).items()
+        return [LocalGradient(p, piece, True) for p, piece in pieces if p.grad is not None and piece.numel()]
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""

@@ -221,6 +221,7 @@ class Wrapper(nn.Module):
     on every rank, if the ranks' modules or the `kind` of wrapper differ."""
 
     gradients: Placement = REPLICATED  # what each rank keeps of the mean
+    kept_gradients: Callable[..., list[LocalGradient]]  # this rank's part of every synchronised gradient, as views
 
     def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
         super().__init__()
@@ -262,10 +263,6 @@ class Wrapper(nn.Module):
             f"copy the module before it is wrapped, or save its state: {type(self).__name__} belongs to its group and "
             "parameters"
         )
-
-    def kept_gradients(self) -> list[LocalGradient]:
-        """This rank's part of every parameter's synchronised gradient, as views."""
-        raise NotImplementedError
 
     def check_replicas(self) -> None:
         """Compare all replicated parameters and buffers; UserError names one that differs. Every rank must call it."""

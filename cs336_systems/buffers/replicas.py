@@ -155,7 +155,9 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
             bucket.hold_pieces()
             continue
         bucket.used = set()
-        bucket.match_strides()
+        for p in bucket.parameters:  # torch's fused optimizers pair elements by address
+            if p.grad is not None and not p.is_contiguous():
+                p.grad = torch.empty_like(p).copy_(p.grad)
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None
     replicas.compare(sums[-2])
