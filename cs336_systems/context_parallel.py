@@ -13,8 +13,7 @@ tokens see few keys and late ones many, so this gives every rank the same number
     places    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
     rank         0         1          1            0
 
-For all other layers the group's ranks are like data-parallel ranks, with different tokens: gradients of the weights are
-added up over them, too.
+For all other layers the group's ranks are data-parallel ranks, with different tokens, whose gradients are added up.
 """
 
 from collections.abc import Callable
@@ -78,19 +77,17 @@ def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> lis
 
 def context_parallel(model: TransformerLM, group: Group | None = None, kind: ContextType = "ring") -> TransformerLM:
     """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. Its inputs must come from
-    `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets, and the
-    gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
-    UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
+    `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets. A group
+    of one changes nothing. Raises UserError for a model that cannot be split, such as an encoder, and unknown kinds."""
     require_transformer(model)
     if (group := default_group(group)).size() == 1:
         return model
-    ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
+    ways: dict[str, Callable[..., Tensor]] = {"ring": Ring.apply, "gather": gather, "ulysses": ulysses}
     if kind not in ways:
         raise UserError(f"no context parallelism is called {kind!r}: choose from {', '.join(ways)}")
-    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    attentions, ranks = [module for module in model.modules() if isinstance(module, SelfAttention)], group.size()
     here = attentions[0].query.weight.shape[0] // model.config.head_dim  # tensor parallelism has split them already
-    check_context(model.config, group.size(), kind, model.config.num_heads // here)
-    ranks = group.size()
+    check_context(model.config, ranks, kind, model.config.num_heads // here)
     model.parts = lambda seq: (parts_of(group.rank(), ranks, seq * ranks), seq * ranks)
     for attention in attentions:
         attention.blockwise = partial(ways[kind], group)
@@ -133,19 +130,15 @@ def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, ker
     return rearrange(exchange(y, "heads back"), "ranks batch heads seq dim -> batch (ranks heads) seq dim")
 
 
-def ring(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+class Ring(torch.autograd.Function):
     """Attention to each rank's keys in turn: first this rank's own, then those of rank - 1, then those of rank - 2,
-    which rank - 1 passes on, and so on. While a rank computes with some keys, it receives the next."""
-    return _Ring.apply(q, k, v, visible, kernel, group)
-
-
-class _Ring(torch.autograd.Function):
-    """Ring attention and its backward. Backward passes the keys around once more, and behind them their gradients, to
-    which each rank adds its term, until they are back at the keys' own rank. A rank keeps only its q, k, v, O and L."""
+    which rank - 1 passes on, and so on. While a rank computes with some keys, it receives the next. Backward passes the
+    keys around once more, and behind them their gradients, to which each rank adds its term, until they are back at the
+    keys' own rank. A rank keeps only its q, k, v, O and L."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel, group: Group
+        ctx: Any, group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel
     ) -> Tensor:
         parts, total, me = _all_parts(q, group), BlockSum(q, kernel), group.rank()
         kv = torch.stack((k, v))
@@ -155,7 +148,7 @@ class _Ring(torch.autograd.Function):
             kv = passing.wait() if passing else kv
         output = total.output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, total.log_sum_exp)
-        ctx.visible, ctx.kernel, ctx.group = visible, kernel, group
+        ctx.group, ctx.visible, ctx.kernel = group, visible, kernel
         return output
 
     @staticmethod
@@ -173,7 +166,7 @@ class _Ring(torch.autograd.Function):
             arriving = _Passing(of_kv, group, f"gradient of keys and values {step}")
             kv = passing.wait() if passing else kv
         assert arriving is not None
-        return gradients.of_q.to(q.dtype), *arriving.wait().to(k.dtype), None, None, None
+        return None, gradients.of_q.to(q.dtype), *arriving.wait().to(k.dtype), None, None
 
 
 class _Passing:

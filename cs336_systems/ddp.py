@@ -37,8 +37,7 @@ class DataParallel(Wrapper):
 
     After each backward, or the last of several, call `finish_gradient_synchronization()`: then every `.grad` is the
     mean over the ranks; a rank that did not use a parameter contributes zeros. Parameters of `apart` get a bucket each:
-    a tied embedding is on two pipeline stages, and its shards must match there. `ignored` ones belong to another
-    wrapper.
+    a tied embedding's shards must match on two pipeline stages. `ignored` ones belong to another wrapper.
     """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket
@@ -63,8 +62,7 @@ class DataParallel(Wrapper):
             self.guard.hooks.append(p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient)))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward. It communicates only if gradients of an unfinished
-        synchronisation were dropped, so one rank may evaluate alone."""
+        """The module's own forward. It communicates only if gradients under way were dropped: one rank may do it."""
         self.guard.before_forward()
         if torch.is_grad_enabled() and any(parameter.grad is None for parameter in self.guard.arrived):
             self.reset()

@@ -35,10 +35,6 @@ class Replicated:
     reduce = staticmethod(all_reduce)
     in_flight: int = sys.maxsize  # reductions at once: any number, since no buffer is freed
 
-    def num_shards(self, group: Group) -> int:
-        """Number of slices that a buffer is divided into."""
-        return 1
-
     def keep(self, bucket: "GradBucket") -> None:
         """Keep this rank's part of the reduced buffer."""
 
@@ -52,9 +48,6 @@ class Sharded:
 
     reduce = staticmethod(reduce_scatter)
     in_flight: int = 1  # before one more reduction is launched, the oldest is awaited and its buffer freed
-
-    def num_shards(self, group: Group) -> int:
-        return group.size()
 
     def keep(self, bucket: "GradBucket") -> None:
         assert bucket.flat is not None
@@ -84,7 +77,7 @@ class GradBucket:
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
         self.dtype, self.names = dtype or parameters[0].dtype, names or {}
         self.resting_dtype = self.dtype  # of a shard, in which several reductions are added up
-        self.layout = FlatLayout.pack(parameters, placement.num_shards(group), granule)
+        self.layout = FlatLayout.pack(parameters, group.size() if isinstance(placement, Sharded) else 1, granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
@@ -125,8 +118,7 @@ class GradBucket:
         return gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
 
     def _leave_if_held(self, parameter: nn.Parameter) -> None:
-        """Leave the buffer to user code that still holds a gradient in it, and continue with a copy, before another
-        gradient is written in its place."""
+        """Leave the buffer to user code that holds a gradient in it, and go on with a copy, before it is written to."""
         if self.flat is None or parameter not in self.lies_here or self._contains(parameter.grad):
             return
         self.lies_here = {p for p in self.parameters if self._contains(p.grad)}
@@ -159,8 +151,7 @@ class GradBucket:
                 parameter.grad.piece = piece
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
-        """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
-        returns True if there was one."""
+        """Forget a gradient of the buffer or the shard that user code has dropped; returns True if there was one."""
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)

@@ -35,8 +35,7 @@ Parameters = Collection[nn.Parameter]
 
 
 class Guard:
-    """The guard of one wrapper. `names` and `trainable` are the module's parameters when it was wrapped, without those
-    that are `ignored`, which another wrapper has."""
+    """The guard of one wrapper. `names` and `trainable`: the module's parameters when wrapped, but not `ignored`."""
 
     def __init__(self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter]) -> None:
         self.wrapper, self.module, self.group, self.ignored = wrapper, module, group, ignored
@@ -78,8 +77,7 @@ class Guard:
         require_equal("modules", [*lines, *buffer_lines(self.module), kind], self.group)
 
     def remember_structure(self, full_of: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
-        """Expect the module's parameters to stay as they are now, but for shards in place of their whole weights, which
-        may have no gradient hook."""
+        """Expect the module's parameters to stay as they are, but for shards in place of their whole weights."""
         self.names = {parameter: name for name, parameter in self._named()}
         self.shards = full_of or {}
         whole = {p: name for p, name in self.names.items() if p not in self.shards}
@@ -126,8 +124,7 @@ class Guard:
                 refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
     def _check_unchanged(self) -> None:
-        """Refuse a parameter that was replaced, cast or unfrozen: ranks would diverge without an error. (One that was
-        frozen gets no gradient, which is right.)"""
+        """Refuse a parameter that was replaced, cast or unfrozen: ranks would diverge without an error."""
         if self.taken:
             raise fault(self.taken)
         with raw():
@@ -198,8 +195,7 @@ class Guard:
 
 
 def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
-    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one; `own` are the
-    wrapper's of each kind."""
+    """Raises UserError for hooks on a sharded weight's gradient, beyond the wrapper's `own` of each kind."""
     if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
         raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
 

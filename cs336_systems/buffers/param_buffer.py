@@ -33,9 +33,8 @@ class Part(NamedTuple):
 class ParameterBuffer:
     """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, mark: str = "") -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group) -> None:
         self.parameters, self.layout, self.group = parameters, layout, group
-        self.label = f"updated parameters{mark}"
         refuse_shared_memory((each, f"a parameter of shape {tuple(each.shape)}") for each in parameters)
         self.flat = layout.new_buffer(parameters[0].dtype, parameters[0].device, group)
         self.parts = list[Part]()
@@ -55,9 +54,9 @@ class ParameterBuffer:
                     "made; move the model first, then make the optimizer"
                 )
 
-    def all_gather(self) -> None:
+    def all_gather(self, label: str) -> None:
         """Gather the slices that all ranks have updated."""
-        label, slices = self.label, [self.layout.shard(self.flat, r) for r in range(self.group.size())]
+        slices = [self.layout.shard(self.flat, r) for r in range(self.group.size())]
         if all(each.numel() == slices[0].numel() for each in slices):
             all_gather(self.flat, self.group, label).wait()
             return

@@ -54,8 +54,7 @@ class Replicas:
         self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
 
     def note(self, optimizer: torch.optim.Optimizer, groups: Mapping[int, int]) -> None:
-        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper, and the
-        hash of each group's parameters."""
+        """Note the options with which an optimizer will step groups of the wrapper, and their parameters' hash."""
         kind = type(optimizer).__name__
         for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}

@@ -34,11 +34,6 @@ class AdamW(AdamWBase):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"amsgrad": amsgrad, "maximize": maximize})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an `AdamW`, or of torch's, over parameters of the same shapes, after all load hooks."""
-        with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
-            super().load_state_dict(state_dict)
-
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         for parameter, group in used:
             update(parameter, parameter.grad, self.state[parameter], group)

@@ -11,9 +11,8 @@ from cs336_systems.errors import UserError
 
 
 class LossScaler:
-    """Constant loss scale, by default 1, for bf16 and fp32, whose range of exponents is large enough for gradients. If
-    it is `at_floor`, it cannot be lowered, and more overflows mean that training has diverged. Raises UserError for a
-    scale that is not positive and finite."""
+    """Constant loss scale, by default 1, for bf16 and fp32, whose range of exponents is large enough. `at_floor`: more
+    overflows mean that training has diverged. Raises UserError for a scale that is not positive and finite."""
 
     saved: tuple[str, ...] = ()  # fields in a checkpoint; arguments of the constructor are not saved
 
