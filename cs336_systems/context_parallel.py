@@ -82,7 +82,7 @@ def context_parallel(model: TransformerLM, group: Group | None = None, kind: Con
     require_transformer(model)
     if (group := default_group(group)).size() == 1:
         return model
-    ways: dict[str, Callable[..., Tensor]] = {"ring": Ring.apply, "gather": gather, "ulysses": ulysses}
+    ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
     if kind not in ways:
         raise UserError(f"no context parallelism is called {kind!r}: choose from {', '.join(ways)}")
     attentions, ranks = [module for module in model.modules() if isinstance(module, SelfAttention)], group.size()
@@ -130,25 +130,29 @@ def ulysses(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, ker
     return rearrange(exchange(y, "heads back"), "ranks batch heads seq dim -> batch (ranks heads) seq dim")
 
 
-class Ring(torch.autograd.Function):
+def ring(group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
     """Attention to each rank's keys in turn: first this rank's own, then those of rank - 1, then those of rank - 2,
-    which rank - 1 passes on, and so on. While a rank computes with some keys, it receives the next. Backward passes the
-    keys around once more, and behind them their gradients, to which each rank adds its term, until they are back at the
-    keys' own rank. A rank keeps only its q, k, v, O and L."""
+    which rank - 1 passes on, and so on. While a rank computes with some keys, it receives the next."""
+    return _Ring.apply(q, k, v, visible, kernel, group)
+
+
+class _Ring(torch.autograd.Function):
+    """Ring attention and its backward. Backward passes the keys around once more, and behind them their gradients, to
+    which each rank adds its term, until they are back at the keys' own rank. A rank keeps only its q, k, v, O and L."""
 
     @staticmethod
     def forward(
-        ctx: Any, group: Group, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel, group: Group
     ) -> Tensor:
         parts, total, me = _all_parts(q, group), BlockSum(q, kernel), group.rank()
         kv = torch.stack((k, v))
         for step in range(group.size()):
-            passing = _Passing(kv, group, f"keys and values {step}") if step + 1 < group.size() else None
+            passing = _pass_on(kv, group, f"keys and values {step}") if step + 1 < group.size() else None
             total.add(kv, visible.rectangles(parts[me], parts[me - step]))
-            kv = passing.wait() if passing else kv
+            kv = passing() if passing else kv
         output = total.output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, total.log_sum_exp)
-        ctx.group, ctx.visible, ctx.kernel = group, visible, kernel
+        ctx.visible, ctx.kernel, ctx.group = visible, kernel, group
         return output
 
     @staticmethod
@@ -159,32 +163,30 @@ class Ring(torch.autograd.Function):
         gradients = BlockGradients(grad, q, output, log_sum_exp, ctx.kernel)
         kv, arriving = torch.stack((k, v)), None
         for step in range(group.size()):
-            passing = _Passing(kv, group, f"keys and values {step}, again") if step + 1 < group.size() else None
+            passing = _pass_on(kv, group, f"keys and values {step}, again") if step + 1 < group.size() else None
             of_kv = torch.zeros_like(kv, dtype=log_sum_exp.dtype)
             gradients.add(kv, ctx.visible.rectangles(parts[me], parts[me - step]), of_kv)
-            of_kv = of_kv + arriving.wait() if arriving else of_kv
-            arriving = _Passing(of_kv, group, f"gradient of keys and values {step}")
-            kv = passing.wait() if passing else kv
+            of_kv = of_kv + arriving() if arriving else of_kv
+            arriving = _pass_on(of_kv, group, f"gradient of keys and values {step}")
+            kv = passing() if passing else kv
         assert arriving is not None
-        return None, gradients.of_q.to(q.dtype), *arriving.wait().to(k.dtype), None, None
+        return gradients.of_q.to(q.dtype), *arriving().to(k.dtype), None, None, None
 
 
-class _Passing:
-    """Exchange in a ring: send a tensor to the next rank, and receive one from the rank before."""
+def _pass_on(tensor: Tensor, group: Group, label: str) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of a ring; returns a function that waits for the one from the rank before."""
+    ranks, me, inbox = group.size(), group.rank(), torch.empty_like(tensor)
+    there = partial(send, tensor, (me + 1) % ranks, group, label)
+    here = partial(receive, inbox, (me - 1) % ranks, group, label)
+    # NCCL starts a message when both ranks have launched it: if all sent first, none would receive.
+    under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
 
-    def __init__(self, tensor: Tensor, group: Group, label: str) -> None:
-        ranks, me = group.size(), group.rank()
-        self.inbox = torch.empty_like(tensor)
-        there = partial(send, tensor, (me + 1) % ranks, group, label)
-        here = partial(receive, self.inbox, (me - 1) % ranks, group, label)
-        # NCCL starts a message when both ranks have launched it: if all sent first, none would receive.
-        self.under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
-
-    def wait(self) -> Tensor:
-        """Wait for both messages; returns the tensor that has arrived."""
-        for work in self.under_way:
+    def wait() -> Tensor:
+        for work in under_way:
             work.wait()
-        return self.inbox
+        return inbox
+
+    return wait
 
 
 def _all_parts(q: Tensor, group: Group) -> list[Parts]:

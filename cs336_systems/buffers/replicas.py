@@ -114,13 +114,9 @@ class Replicas:
 
 @torch.no_grad()
 def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
-    """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used, if all
-    shards of gradients are finite, and if the ranks' replicas are still equal.
-
-    Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
-    it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
-    rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient that is kept whole
-    beside them, get a NaN if some shard has a number that is not finite."""
+    """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used (others have no
+    gradient), if all shards of gradients are finite (else all shards, and one whole gradient, get a NaN, since
+    one rank alone would skip its step), and if the ranks' replicas are still equal."""
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
         bucket.finish()

@@ -44,9 +44,7 @@ class DynamicLossScaler(LossScaler):
     window        steps in a row without overflow after which the scale grows
     hysteresis    the first hysteresis - 1 overflows are tolerated, and every further one lowers the scale
 
-    Only growth renews the tolerance. With hysteresis 2 it takes 17 overflows from 2^32 to 2^16: one tolerated and 16
-    halvings. Raises UserError for arguments out of range.
-    """
+    Only growth renews the tolerance. Raises UserError for arguments out of range."""
 
     saved = ("scale", "clean", "tolerance")
 
