@@ -19,7 +19,6 @@ from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
 PartsState = dict[Tensor, dict[str, Any]]  # of this rank's parts, by the parameters that they are parts of
-DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class Part(NamedTuple):
@@ -81,7 +80,7 @@ class ParameterBuffer:
                     whole[key] = about[0]
                     continue
                 dtype, shape, device = about
-                new = partial(torch.zeros, dtype=DTYPES[dtype], device=self.flat.device)
+                new = partial(torch.zeros, dtype=getattr(torch, dtype), device=self.flat.device)
                 keeps = kind == "whole" or to in (None, me)
                 if key not in whole:
                     whole[key] = new(shape if keeps else 0)
@@ -116,4 +115,4 @@ def _describe(value: Any, part: Part) -> list[Any]:
     if not isinstance(value, Tensor):
         return ["value", value]
     kind, whole = ("sharded", part.owner) if value.shape == part.tensor.shape else ("whole", value)
-    return [kind, str(value.dtype), list(whole.shape), value.device.type]
+    return [kind, str(value.dtype).removeprefix("torch."), list(whole.shape), value.device.type]
