@@ -137,17 +137,17 @@ class GradBucket:
         """Stand-in for a sharded gradient in `.grad`, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
-    def pieces(self, shard: Tensor) -> dict[nn.Parameter, Tensor]:
-        """This rank's pieces of the gradients, some of them empty, as views of its shard."""
-        first = self.layout.cuts[self.group.rank()]
-        starts = zip(self.parameters, (offset - first for offset in self.layout.offsets), strict=True)
-        return {p: shard[max(0, start) : max(0, start + p.numel())] for p, start in starts}
+    def piece(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's piece of a parameter's gradient, which may be empty, as a view of the shard."""
+        assert self.shard is not None
+        start = self.layout.offsets[self.index[parameter]] - self.layout.cuts[self.group.rank()]
+        return self.shard[max(0, start) : max(0, start + parameter.numel())]
 
     def hold_pieces(self) -> None:
         """Attach this rank's piece of the reduced shard to each stand-in in `.grad`."""
-        for parameter, piece in self.pieces(self.shard).items() if self.shard is not None else ():
+        for parameter in self.parameters if self.shard is not None else ():
             if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad.piece = piece
+                parameter.grad.piece = self.piece(parameter)
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
         """Forget a gradient of the buffer or the shard that user code has dropped; returns True if there was one."""
@@ -155,7 +155,7 @@ class GradBucket:
         if dropped:
             self.used.discard(parameter)
             if self.shard is not None:
-                self.pieces(self.shard)[parameter].zero_()
+                self.piece(parameter).zero_()
         return dropped
 
     def make_way(self, parameter: nn.Parameter) -> None:
@@ -205,8 +205,8 @@ class GradBucket:
         """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of the shard."""
         if self.shard is None:
             return [LocalGradient(p, p.grad, False) for p in self.parameters if p.grad is not None]
-        pieces = self.pieces(self.shard).items()
-        return [LocalGradient(p, piece, True) for p, piece in pieces if p.grad is not None and piece.numel()]
+        pieces = ((p, self.piece(p)) for p in self.parameters if p.grad is not None)
+        return [LocalGradient(p, piece, True) for p, piece in pieces if piece.numel()]
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""
