@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
-from torch._C._functorch import peek_interpreter_stack
 from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
-from torch.autograd import forward_ad
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.gather_order import cast, shard_weights, tensors_with_gradient
-from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.guards import Parameters, Wrapper, refuse_transforms, weak_hook
 from cs336_systems.buffers.replicas import finish_all
 from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_parameter import ShardedParameter
-from cs336_systems.comm import Group, fault
+from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
 
@@ -82,16 +79,7 @@ class FSDP(Wrapper):
     @uncompiled(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
-        if callable(compiler()):
-            raise fault(
-                "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the "
-                "model block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
-            )
-        if peek_interpreter_stack() or forward_ad._current_level >= 0:
-            raise fault(
-                "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate "
-                "with torch.autograd, or use stages 0 to 2"
-            )
+        refuse_transforms()
         self.guard.before_forward()
         if self.in_forward:
             raise UserError("FSDP is inside `forward`: it cannot begin another pass there")

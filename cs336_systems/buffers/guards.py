@@ -16,6 +16,10 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+from torch._C._functorch import peek_interpreter_stack
+from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
+from torch.autograd import forward_ad
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
@@ -198,6 +202,21 @@ def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
     """Raises UserError for hooks on a sharded weight's gradient, beyond the wrapper's `own` of each kind."""
     if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
         raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
+
+
+@uncompiled(recursive=False)
+def refuse_transforms() -> None:
+    """Raises UserError inside torch.compile, torch.func and forward-mode gradients, which do not run FSDP's hooks."""
+    if callable(compiler()):
+        raise fault(
+            "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the model "
+            "block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
+        )
+    if peek_interpreter_stack() or forward_ad._current_level >= 0:
+        raise fault(
+            "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate with "
+            "torch.autograd, or use stages 0 to 2"
+        )
 
 
 def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
