@@ -170,8 +170,7 @@ class Guard:
         self.replicas.doubted |= bool(self._written())
 
     def second_backward(self) -> bool:
-        """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
-        their collectives would not match otherwise."""
+        """True if some gradient of this step has come twice. The ranks agree first, so that their collectives match."""
         again = max(self.arrived.values(), default=1) > 1
         self.arrived.clear()
         if again:

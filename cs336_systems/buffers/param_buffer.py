@@ -63,8 +63,7 @@ class ParameterBuffer:
 
     @torch.no_grad()
     def gather_state(self, state: PartsState, numbers: Mapping[nn.Parameter, int]) -> State:
-        """The whole state of every parameter by its number: each rank tells the others what it has, and broadcasts it.
-        Every rank must call this."""
+        """The whole state of every parameter by its number: each rank tells what it has, and broadcasts it."""
         gathered, me = State(), self.group.rank()
         parts = [part for part in self.parts if part.owner in numbers]  # not those taken out of their group
         mine = {numbers[part.owner]: (part, state.get(part.owner, {})) for part in parts}

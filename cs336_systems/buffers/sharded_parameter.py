@@ -61,8 +61,7 @@ def parts(layer: nn.Module) -> Iterable[nn.Module]:
 
 class ShardedParameter:
     """One parameter of two or more axes, and its `places` in layers (several if it is tied). `rows` are [first, last)
-    of this rank, `gradients` the bucket that reduce-scatters its gradient, in the parameter's dtype; the whole is in
-    `compute_dtype`."""
+    of this rank, `gradients` the bucket that reduce-scatters its gradient. The whole weight is in `compute_dtype`."""
 
     def __init__(
         self, weight: nn.Parameter, places: Sequence[Place], name: str, mark: str, group: Group,
@@ -203,8 +202,7 @@ class ShardedParameter:
             )
 
     def refuse_saved(self, layer: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Raise UserError for state_dict(), whose file would have these rows alone (a hook of each layer). With
-        keep_vars=True it gives parameters and no values to save."""
+        """Raise UserError for state_dict(), which would save these rows alone (a hook); not with keep_vars=True."""
         if self.group.size() > 1 and not keep_vars:
             raise fault(
                 f"state_dict() would have rows {self.rows[0]} to {self.rows[1]} of {self.shape[0]} of {self.name}: "

@@ -73,9 +73,8 @@ def learning_rate(
     step: int, peak: float, floor: float, warmup_steps: int, decay_steps: int,
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:  # fmt: skip
-    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, then constant.
-    `decay_steps` does not depend on the length of the run: a run that is cut short or resumed follows the same curve.
-    Raises UserError for a warm-up longer than `decay_steps`."""
+    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, then constant,
+    however long the run is. Raises UserError for a warm-up longer than `decay_steps`."""
     if warmup_steps > decay_steps:
         raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
     if step < warmup_steps:
