@@ -180,15 +180,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> Any:
         raise UserError("a copy would have this rank's state alone: save state_dict(), called on every rank")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Gather the whole state, in the format of the unsharded optimizer. Every rank must call this."""
+    def state_dict(self, to: int | None = None) -> dict[str, Any]:
+        """Gather the whole state, in the format of the unsharded optimizer, on every rank or on the group's rank `to`.
+        The others then get an empty dict, and never hold more than their share. Every rank must call this."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         numbers = self._numbers()
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
         state: dict[str, Any] = {"state": {}, "param_groups": groups}
         for buffer in self.buffers:
-            state["state"] |= buffer.gather_state(self.state, numbers)
+            state["state"] |= buffer.gather_state(self.state, numbers, to)
+        if to not in (None, self.group.rank()):
+            return {}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state

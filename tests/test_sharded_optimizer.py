@@ -150,8 +150,8 @@ def test_state_loads_at_another_world_size_and_into_the_plain_optimizer(tmp_path
         ranks.run(resume_case, world_size, folder=str(tmp_path), layout=other, plain=plain)
 
 
-def hooks_case(group) -> None:
-    """Hooks run where torch runs them."""
+def consolidated_case(group) -> None:
+    """On rank 1 alone, and with hooks, which run where torch runs them."""
     for stage in (1, 2):
         model, optimizer = zero(make(), torch.optim.AdamW, stage, lr=0.05)
         loss_of(model.module, 0).backward()
@@ -160,9 +160,11 @@ def hooks_case(group) -> None:
         whole, ran = optimizer.state_dict(), []
         optimizer.register_state_dict_pre_hook(lambda _, ran=ran: ran.append("before saving"))
         optimizer.register_state_dict_post_hook(lambda _, state: state | {"epoch": 3})
-        some = optimizer.state_dict()
-        assert (some["epoch"], some["param_groups"]) == (3, whole["param_groups"])
-        torch.testing.assert_close(some["state"], whole["state"], rtol=0, atol=0)
+        some = optimizer.state_dict(to=1)
+        assert (some == {}) == (group.rank() == 0)
+        if some:
+            assert (some["epoch"], some["param_groups"]) == (3, whole["param_groups"])
+            torch.testing.assert_close(some["state"], whole["state"], rtol=0, atol=0)
         slower = lambda _, state: {**state, "param_groups": [{**state["param_groups"][0], "lr": 0.5}]}  # noqa: E731
         optimizer.register_load_state_dict_pre_hook(slower)
         optimizer.register_load_state_dict_post_hook(lambda _, ran=ran: ran.append("after loading"))
@@ -171,8 +173,8 @@ def hooks_case(group) -> None:
         assert ran == ["before saving", "after loading"]
 
 
-def test_hooks_of_saving_and_loading_run():
-    ranks.run(hooks_case, 2)
+def test_state_comes_together_on_one_rank_and_hooks_run():
+    ranks.run(consolidated_case, 2)
 
 
 def held_case(group) -> list[int]:

@@ -7,6 +7,7 @@ parameter as a whole and comes from the first rank that has it.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,9 @@ class ParameterBuffer:
             work.wait()
 
     @torch.no_grad()
-    def gather_state(self, state: PartsState, numbers: Mapping[nn.Parameter, int]) -> State:
-        """The whole state of every parameter by its number: each rank tells what it has, and broadcasts it."""
+    def gather_state(self, state: PartsState, numbers: Mapping[nn.Parameter, int], to: int | None = None) -> State:
+        """The whole state of every parameter by its number, on every rank or on rank `to` alone: each rank tells the
+        others what it has, and broadcasts it. Every rank must call this."""
         gathered, me = State(), self.group.rank()
         parts = [part for part in self.parts if part.owner in numbers]  # not those taken out of their group
         mine = {numbers[part.owner]: (part, state.get(part.owner, {})) for part in parts}
@@ -78,9 +80,12 @@ class ParameterBuffer:
                     whole[key] = about[0]
                     continue
                 dtype, shape, device = about
+                new = partial(torch.zeros, dtype=getattr(torch, dtype), device=self.flat.device)
+                keeps = kind == "whole" or to in (None, me)
                 if key not in whole:
-                    whole[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.flat.device)
-                sent = whole[key] if kind == "whole" else piece_of[number].of(whole[key])
+                    whole[key] = new(shape if keeps else 0)
+                piece = FlatPiece(0, 0, whole[key].numel()) if kind == "whole" else piece_of[number]
+                sent = piece.of(whole[key]) if keeps else new(piece.numel)
                 if source == me:
                     sent.copy_(mine[number][1][key].reshape(sent.shape))
                 broadcast(sent, source, self.group, "optimizer state").wait()
