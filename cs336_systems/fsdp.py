@@ -36,7 +36,9 @@ class FSDP(Wrapper):
     """A module whose parameters of two or more axes are sharded by rows, the first axis; the rest is replicated.
 
     `parameters()` are this rank's shards, in the module's dtype: give them to any elementwise optimizer. Sharded layers
-    compute in `compute_dtype`; norms get inputs in the module's, in which gradients are reduced, too.
+    compute in `compute_dtype`; norms get inputs in the module's. Gradients of sharded weights are reduced in
+    `reduce_dtype` (default: the module's). With `reshard_after_forward=False` weights stay whole from forward to
+    backward: one gather fewer, but memory for all weights.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
@@ -47,13 +49,15 @@ class FSDP(Wrapper):
 
     def __init__(
         self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None,
-        ignored: Parameters = (),
+        ignored: Parameters = (), reshard_after_forward: bool = True, reduce_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(compute_dtype, torch.dtype | None) or (compute_dtype and not compute_dtype.is_floating_point):
-            raise UserError(f"compute_dtype {compute_dtype} is not a floating-point dtype, such as torch.bfloat16")
-        super().__init__(f"compute dtype {compute_dtype}", module, group, ignored)
-        self.compute_dtype = compute_dtype
-        self.order = shard_weights(module, compute_dtype, self.guard, self._lend)
+        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise UserError(f"{name} {dtype} is not a floating-point dtype, such as torch.bfloat16")
+        chosen = f"compute dtype {compute_dtype}, reduce dtype {reduce_dtype}, resharded {reshard_after_forward}"
+        super().__init__(chosen, module, group, ignored)
+        self.compute_dtype, self.reshard_after_forward = compute_dtype, reshard_after_forward
+        self.order = shard_weights(module, compute_dtype, reduce_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
         replicated = [p for p in self.guard.replicas.names if p.requires_grad]
         self.make_buckets(plan_buckets(replicated, float("inf")), "replicated gradients")
@@ -92,11 +96,11 @@ class FSDP(Wrapper):
             output = self.module(*inputs, **kwargs)
         finally:
             self.in_forward = False
-        self.order.forward_to(end := len(self.order.calls))
+        self.order.forward_to(end := len(self.order.calls), self._keeps_whole())
         if torch.is_grad_enabled():
             self.order.passed_back = self.order.gathered_back = end
         for weight in self.sharded:
-            weight.reshard()
+            weight.reshard(keep=self._keeps_whole())
         for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():
             tensor.register_hook(partial(self._borrow_again, self.borrowed))
         return cast(output, self.sharded[0].shard.dtype) if self.compute_dtype and self.sharded else output
@@ -104,7 +108,7 @@ class FSDP(Wrapper):
     @uncompiled
     def _pre_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any) -> None:
         if self.in_forward:  # else it is recomputed in backward
-            self.order.forward_to(number)
+            self.order.forward_to(number, self._keeps_whole())
         weight.unshard()
 
     @uncompiled
@@ -116,7 +120,7 @@ class FSDP(Wrapper):
             self.expected.add(weight)
         if weight in self.borrowed or weight.lies_in(output):  # code outside may still read it
             self.borrowed.add(weight)
-        elif self.in_forward:  # else it is recomputed in backward, which needs it at once
+        elif self.in_forward and not self._keeps_whole():  # else it is recomputed in backward, which needs it at once
             weight.reshard()
         if tensors and not weight.shard.requires_grad:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
@@ -128,6 +132,9 @@ class FSDP(Wrapper):
         if not (self.in_forward or tensors_with_gradient(output) or torch._C._current_graph_task_id() != -1):
             for weight in self.sharded:
                 weight.reshard()
+
+    def _keeps_whole(self) -> bool:
+        return not self.reshard_after_forward and torch.is_grad_enabled()
 
     def _pre_backward(self, number: int, weight: ShardedParameter, gradient: Tensor) -> None:
         self._before_any_gradient(weight.full)

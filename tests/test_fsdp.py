@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: what is freed, when weights are gathered, mixed precision, state."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -272,13 +273,13 @@ def gan_step(generator, discriminator, optimizers, step: int, rank: int, world: 
 
 
 def gan_case(group) -> None:
-    for frozen in (False, True):
+    for keep, frozen in product((False, True), repeat=2):
         models = []
         for seed in (0, group.rank()):
             torch.manual_seed(seed)
             sizes = ((3, 8), (8, 4)), ((4, 8), (8, 1))
             models.append([nn.Sequential(nn.Linear(*a), nn.Tanh(), nn.Linear(*b)).double() for a, b in sizes])
-        wrapped = [FSDP(each) for each in models[1]]
+        wrapped = [FSDP(each, reshard_after_forward=not keep) for each in models[1]]
         ours, plain = ([torch.optim.Adam(each.parameters(), lr=0.01) for each in pair] for pair in (wrapped, models[0]))
         for step in range(3):
             gan_step(*models[0], plain, step, 0, 1, lambda model: None, frozen)
@@ -294,10 +295,44 @@ def test_a_gan_whose_loss_flows_through_another_wrapper_equals_one_process():
     ranks.run(gan_case, 2)
 
 
+class Skipping(nn.Module):
+    """A chain of layers, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skipped = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(6)), -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == self.skipped else torch.tanh(layer(x))
+        return x
+
+
+def skipping_case(group) -> None:
+    torch.manual_seed(0)
+    plain, sharded = Skipping(), Skipping()
+    sharded.load_state_dict(plain.state_dict())
+    model = FSDP(sharded, reshard_after_forward=False)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for rank in range(group.size()):
+        plain.skipped = 2 if rank == 1 else -1
+        (plain(x).sum() / group.size()).backward()
+    sharded.skipped = 2 if group.rank() == 1 else -1
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    for weight, want in zip(model.sharded, (layer.weight.grad for layer in plain.layers), strict=True):
+        assert torch.equal(weight.shard.grad.as_subclass(torch.Tensor), want[slice(*weight.rows)])
+
+
+def test_a_rank_may_leave_out_a_layer_whose_weight_is_kept():
+    ranks.run(skipping_case, 2)
+
+
 def test_a_dtype_that_cannot_hold_gradients_is_refused():
     for dtype in (torch.int8, torch.bool, torch.complex64, "float16"):
-        with pytest.raises(UserError, match=f"^compute_dtype {dtype} is not a floating-point dtype, such as"):
-            FSDP(nn.Linear(2, 2), compute_dtype=dtype)
+        for name in ("compute_dtype", "reduce_dtype"):
+            with pytest.raises(UserError, match=f"^{name} {dtype} is not a floating-point dtype, such as"):
+                FSDP(nn.Linear(2, 2), **{name: dtype})
 
 
 def compiled_case(group) -> None:

@@ -52,7 +52,7 @@ class Sharded:
     def keep(self, bucket: "GradBucket") -> None:
         assert bucket.flat is not None
         mine = bucket.layout.shard(bucket.flat, bucket.group.rank())  # copied: a view would keep the whole buffer alive
-        bucket.shard = mine.clone() if bucket.shard is None else bucket.shard.add_(mine)
+        bucket.shard = mine.to(bucket.resting_dtype, copy=True) if bucket.shard is None else bucket.shard.add_(mine)
         mark("gradients", bucket.shard)
 
     def free(self, bucket: "GradBucket") -> None:
@@ -76,6 +76,7 @@ class GradBucket:
     ) -> None:  # fmt: skip
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
         self.dtype, self.names = dtype or parameters[0].dtype, names or {}
+        self.resting_dtype = self.dtype  # of a shard, in which several reductions are added up
         self.layout = FlatLayout.pack(parameters, group.size() if isinstance(placement, Sharded) else 1, granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None

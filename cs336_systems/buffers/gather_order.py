@@ -34,11 +34,11 @@ class GatherOrder:
         self.gathered = 0  # layers before this one have been gathered in this forward
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
-    def forward_to(self, number: int) -> None:
-        """Advance to a layer in forward, gathering ahead; free weights of layers before it that were skipped."""
+    def forward_to(self, number: int, keep: bool) -> None:
+        """Advance to a layer in forward, gathering ahead; free weights of skipped layers, unless all are to be kept."""
         coming = set(self.weights[number : max(self.gathered, number + 1)])
         for weight in self.weights[:number]:
-            if weight.work and weight not in coming:  # it may be the tied weight of a layer to come
+            if weight.work and not keep and weight not in coming:  # it may be the tied weight of a layer to come
                 weight.reshard()
         for weight in self.weights[self.gathered : number + 1 + AHEAD]:
             weight.launch_unshard()
@@ -80,7 +80,9 @@ def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
 
 
-def shard_weights(module: nn.Module, compute_dtype: torch.dtype | None, guard: Guard, lend: Lend) -> GatherOrder:
+def shard_weights(
+    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
+) -> GatherOrder:
     """Replace every floating-point parameter of two or more axes by this rank's rows, except norms' and empty ones; the
     others are small and stay whole. Code outside a parameter's layer that reads it gets the result of `lend`. The order
     is that in which layers are registered; tied layers share a sharded parameter."""
@@ -98,7 +100,9 @@ def shard_weights(module: nn.Module, compute_dtype: torch.dtype | None, guard: G
     sharded_of: dict[nn.Parameter, ShardedParameter] = {}
     for weight, found in places.items():
         replaced[weight] = name = guard.names[weight]
-        sharded_of[weight] = sharded = ShardedParameter(weight, found, name, guard.mark, guard.group, compute_dtype)
+        sharded_of[weight] = sharded = ShardedParameter(
+            weight, found, name, guard.mark, guard.group, compute_dtype, reduce_dtype
+        )
         for layer, key in found:
             layer.register_load_state_dict_pre_hook(partial(sharded.cut_loaded, key))
             layer.register_state_dict_pre_hook(sharded.refuse_saved)

@@ -61,11 +61,12 @@ def parts(layer: nn.Module) -> Iterable[nn.Module]:
 
 class ShardedParameter:
     """One parameter of two or more axes, and its `places` in layers (several if it is tied). `rows` are [first, last)
-    of this rank, `gradients` the bucket that reduce-scatters its gradient. The whole weight is in `compute_dtype`."""
+    of this rank, `gradients` the bucket that reduce-scatters its gradient. `compute_dtype` and `reduce_dtype` are those
+    of the whole and of the reduction (default: the parameter's own)."""
 
     def __init__(
         self, weight: nn.Parameter, places: Sequence[Place], name: str, mark: str, group: Group,
-        compute_dtype: torch.dtype | None,
+        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.places, self.name, self.group, self.shape = places, name, group, weight.shape
         self.label = f"{name}{mark}"
@@ -87,7 +88,9 @@ class ShardedParameter:
         self.flat = flat.data
         self.work: Work | None = None  # from `launch_unshard` to `unshard`
         self.unsharded = True  # until `reshard` below
-        self.gradients = GradBucket([self.full], group, f"gradient of {self.label}", SHARDED, weight.dtype, columns)
+        label, reduced = f"gradient of {self.label}", reduce_dtype or weight.dtype
+        self.gradients = GradBucket([self.full], group, label, SHARDED, reduced, columns)
+        self.gradients.resting_dtype = weight.dtype
         self.promised = False  # true while a stand-in is the shard's gradient
         self.earlier: Tensor | None = None  # the gradient that the stand-in replaces
         self.reshard()
@@ -123,14 +126,15 @@ class ShardedParameter:
         for place in self.places:
             put(place, self.full)
 
-    def reshard(self) -> None:
-        """Let the layers see the shard, and free the whole weight, if it is there or on its way."""
+    def reshard(self, keep: bool = False) -> None:
+        """Let the layers see the shard, and free the whole weight, unless it is there and to be kept for backward."""
         if not self.unsharded and self.work is None:
             return
         if self.work is not None:
             self.work.wait()
-        self.work, self.unsharded = None, False
-        self.flat.untyped_storage().resize_(0)
+        self.work, self.unsharded = None, keep
+        if not keep:
+            self.flat.untyped_storage().resize_(0)
         for place in self.places:
             put(place, self.shard)
 

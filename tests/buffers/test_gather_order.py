@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from cs336_systems.comm import record
 from cs336_systems.fsdp import FSDP
 from tests.support import ranks
+from tests.support.tolerances import bound
 
 
 def whole(model: FSDP) -> list[str]:
@@ -58,3 +59,52 @@ def test_which_parameters_are_sharded_and_when_they_are_whole():
         assert found == names
         assert gathers == dict.fromkeys(names, 2)
         assert most == [["token", *names[3 + 2 * n : 5 + 2 * n]] for n in range(3)]
+
+
+def kept_case(group) -> list:
+    """What is whole after forward and in backward, with weights that stay whole between, and a step's gathers."""
+    chain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    model, x = FSDP(chain, reshard_after_forward=False), torch.ones(2, 6, dtype=torch.float64)
+    chain[0].register_full_backward_hook(lambda *_: kept.append(whole(model)))
+    with record() as events:
+        output = model(x)
+        kept = [whole(model)]
+        output.sum().backward()
+        model.finish_gradient_synchronization()
+    assert not whole(model)
+    with torch.no_grad():
+        model(x)
+    assert not whole(model), "nothing is kept where no backward follows"
+    return [kept, Counter(event.label for event in events if event.verb == "all-gather")]
+
+
+def test_weights_that_are_kept_after_forward_are_gathered_once_and_freed_by_their_backward():
+    names = ["0.weight", "1.weight", "2.weight"]
+    for kept, gathers in ranks.run(kept_case, 2):
+        assert kept == [names, names[:1]]
+        assert gathers == dict.fromkeys(names, 1)
+
+
+def reduced_case(group) -> list:
+    """Gradients that travel in bfloat16 are added up and kept in float32."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(6, 4, bias=False), torch.randn(3, 2, 5, 6)
+    model, wanted = FSDP(layer, reduce_dtype=torch.bfloat16), torch.zeros(4, 6)
+    with record() as events:
+        for each in x:
+            model(each[group.rank()]).square().sum().backward()
+        model.finish_gradient_synchronization()
+    weight = model.gather_full_params()["weight"].requires_grad_()
+    for each in x.unbind(0):
+        for rows in each:
+            wanted += torch.autograd.grad(nn.functional.linear(rows, weight).square().sum(), weight)[0].bfloat16() / 2
+    gradient = model.module.weight.grad.as_subclass(Tensor)
+    wanted = wanted[slice(*model.sharded[0].rows)]
+    # Each of three means is rounded to bfloat16 once more.
+    torch.testing.assert_close(gradient, wanted, rtol=bound(torch.bfloat16, stages=3), atol=0.05)
+    return [str(event.dtype) for event in events if event.verb == "reduce-scatter"] + [str(gradient.dtype)]
+
+
+def test_gradients_travel_in_the_dtype_of_the_reduction():
+    for found in ranks.run(reduced_case, 2):
+        assert found == ["torch.bfloat16"] * 3 + ["torch.float32"]
