@@ -62,7 +62,8 @@ class DataParallel(Wrapper):
             self.guard.hooks.append(p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient)))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward. It communicates only if gradients under way were dropped: one rank may do it."""
+        """The module's own forward. It communicates only if gradients of an unfinished
+        synchronisation were dropped, so one rank may evaluate alone."""
         self.guard.before_forward()
         if torch.is_grad_enabled() and any(parameter.grad is None for parameter in self.guard.arrived):
             self.reset()

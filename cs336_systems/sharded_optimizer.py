@@ -1,5 +1,8 @@
 """ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, updates this share and sends it
-to the others (Rajbhandari et al., arXiv:1910.02054, section 5.1).
+to the others.
+
+The state (8 bytes per parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N per rank.
+Each step needs one all-gather of the parameters (Rajbhandari et al., arXiv:1910.02054, section 5.1).
 
 Parameters live in one flat buffer, and the two layouts differ only in where it is cut into the ranks' shares:
 
