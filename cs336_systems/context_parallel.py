@@ -13,8 +13,7 @@ tokens see few keys and late ones many, so this gives every rank the same number
     places    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
     rank         0         1          1            0
 
-For all other layers the group's ranks are like data-parallel ranks, with different tokens: gradients of the weights are
-added up over them, too.
+For all other layers the group's ranks are data-parallel ranks, with different tokens, whose gradients are added up.
 """
 
 from collections.abc import Callable
@@ -78,19 +77,17 @@ def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> lis
 
 def context_parallel(model: TransformerLM, group: Group | None = None, kind: ContextType = "ring") -> TransformerLM:
     """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. Its inputs must come from
-    `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets, and the
-    gradients must be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
-    UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
+    `split_sequence`: a whole row would be treated as a part of a longer one. Losses are of this rank's targets. A group
+    of one changes nothing. Raises UserError for a model that cannot be split, such as an encoder, and unknown kinds."""
     require_transformer(model)
     if (group := default_group(group)).size() == 1:
         return model
     ways: dict[str, Callable[..., Tensor]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
     if kind not in ways:
         raise UserError(f"no context parallelism is called {kind!r}: choose from {', '.join(ways)}")
-    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    attentions, ranks = [module for module in model.modules() if isinstance(module, SelfAttention)], group.size()
     here = attentions[0].query.weight.shape[0] // model.config.head_dim  # tensor parallelism has split them already
-    check_context(model.config, group.size(), kind, model.config.num_heads // here)
-    ranks = group.size()
+    check_context(model.config, ranks, kind, model.config.num_heads // here)
     model.parts = lambda seq: (parts_of(group.rank(), ranks, seq * ranks), seq * ranks)
     for attention in attentions:
         attention.blockwise = partial(ways[kind], group)
@@ -150,9 +147,9 @@ class _Ring(torch.autograd.Function):
         parts, total, me = _all_parts(q, group), BlockSum(q, kernel), group.rank()
         kv = torch.stack((k, v))
         for step in range(group.size()):
-            passing = _Passing(kv, group, f"keys and values {step}") if step + 1 < group.size() else None
+            passing = _pass_on(kv, group, f"keys and values {step}") if step + 1 < group.size() else None
             total.add(kv, visible.rectangles(parts[me], parts[me - step]))
-            kv = passing.wait() if passing else kv
+            kv = passing() if passing else kv
         output = total.output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, total.log_sum_exp)
         ctx.visible, ctx.kernel, ctx.group = visible, kernel, group
@@ -166,32 +163,30 @@ class _Ring(torch.autograd.Function):
         gradients = BlockGradients(grad, q, output, log_sum_exp, ctx.kernel)
         kv, arriving = torch.stack((k, v)), None
         for step in range(group.size()):
-            passing = _Passing(kv, group, f"keys and values {step}, again") if step + 1 < group.size() else None
+            passing = _pass_on(kv, group, f"keys and values {step}, again") if step + 1 < group.size() else None
             of_kv = torch.zeros_like(kv, dtype=log_sum_exp.dtype)
             gradients.add(kv, ctx.visible.rectangles(parts[me], parts[me - step]), of_kv)
-            of_kv = of_kv + arriving.wait() if arriving else of_kv
-            arriving = _Passing(of_kv, group, f"gradient of keys and values {step}")
-            kv = passing.wait() if passing else kv
+            of_kv = of_kv + arriving() if arriving else of_kv
+            arriving = _pass_on(of_kv, group, f"gradient of keys and values {step}")
+            kv = passing() if passing else kv
         assert arriving is not None
-        return gradients.of_q.to(q.dtype), *arriving.wait().to(k.dtype), None, None, None
+        return gradients.of_q.to(q.dtype), *arriving().to(k.dtype), None, None, None
 
 
-class _Passing:
-    """Exchange in a ring: send a tensor to the next rank, and receive one from the rank before."""
+def _pass_on(tensor: Tensor, group: Group, label: str) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of a ring; returns a function that waits for the one from the rank before."""
+    ranks, me, inbox = group.size(), group.rank(), torch.empty_like(tensor)
+    there = partial(send, tensor, (me + 1) % ranks, group, label)
+    here = partial(receive, inbox, (me - 1) % ranks, group, label)
+    # NCCL starts a message when both ranks have launched it: if all sent first, none would receive.
+    under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
 
-    def __init__(self, tensor: Tensor, group: Group, label: str) -> None:
-        ranks, me = group.size(), group.rank()
-        self.inbox = torch.empty_like(tensor)
-        there = partial(send, tensor, (me + 1) % ranks, group, label)
-        here = partial(receive, self.inbox, (me - 1) % ranks, group, label)
-        # NCCL starts a message when both ranks have launched it: if all sent first, none would receive.
-        self.under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
-
-    def wait(self) -> Tensor:
-        """Wait for both messages; returns the tensor that has arrived."""
-        for work in self.under_way:
+    def wait() -> Tensor:
+        for work in under_way:
             work.wait()
-        return self.inbox
+        return inbox
+
+    return wait
 
 
 def _all_parts(q: Tensor, group: Group) -> list[Parts]:

@@ -36,11 +36,8 @@ class DataParallel(Wrapper):
     """A module whose gradients are averaged over the ranks of a group; the mechanism that the four wrappers share.
 
     After each backward, or the last of several, call `finish_gradient_synchronization()`: then every `.grad` is the
-    mean over the ranks, as one process would have computed it from all rows (if each rank has equally many). A rank
-    that did not use a parameter contributes zeros; if no rank used it, it has no gradient.
-
-    Each parameter of `apart` gets a bucket of its own: a tied embedding is on two pipeline stages, and its shards must
-    match there. `ignored` parameters belong to another wrapper.
+    mean over the ranks; a rank that did not use a parameter contributes zeros. Parameters of `apart` get a bucket each:
+    a tied embedding's shards must match on two pipeline stages. `ignored` ones belong to another wrapper.
     """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket

@@ -91,9 +91,8 @@ class ExpertParallel:
 
 
 def expert_parallel(model: TransformerLM, group: Group | None = None, data: Group | None = None) -> ExpertParallel:
-    """Split the experts of a model, or of a pipeline's `stage.model`, over a group, in place. Every rank has all of
-    them before. `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts
-    do not divide."""
+    """Split the experts of a model, or of a pipeline's `stage.model`, over a group, in place. `data` are the ranks that
+    see different tokens (default: the group). Raises UserError if the experts do not divide."""
     config, group = require_transformer(model).config, default_group(group)
     data = data or group
     check_experts(config, group.size())

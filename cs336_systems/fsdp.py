@@ -12,41 +12,33 @@ Its gradient is reduce-scattered as soon as it is complete. The traffic is 3/2 o
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
-from torch._C._functorch import peek_interpreter_stack
 from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
-from torch.autograd import forward_ad
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.gather_order import cast, shard_weights, tensors_with_gradient
-from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.guards import Parameters, Wrapper, refuse_transforms, weak_hook
 from cs336_systems.buffers.replicas import finish_all
 from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_parameter import ShardedParameter
-from cs336_systems.comm import Group, fault
+from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
 
 
 class FSDP(Wrapper):
-    """A module whose parameters of two or more axes are sharded by rows, the first axis, whatever their names. The rest
-    is replicated: norms, biases, scalars, and what is not floating-point or has no elements.
+    """A module whose parameters of two or more axes are sharded by rows, the first axis; the rest is replicated.
 
-    `parameters()` are this rank's shards (buffers/shard_tensor.py), in the dtype that the module had: give them to any
-    elementwise optimizer.
-    Sharded layers compute with weights and inputs in `compute_dtype`. Master weights and gradients keep the module's
-    dtype, and layers with replicated parameters only (norms) get inputs in it. Gradients of sharded weights are reduced
-    in `reduce_dtype` (default: the module's).
-    A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass. With
-    `reshard_after_forward=False` all stay whole from forward to backward: one gather fewer, but memory for all weights.
+    `parameters()` are this rank's shards, in the module's dtype: give them to any elementwise optimizer. Sharded layers
+    compute in `compute_dtype`; norms get inputs in the module's. Gradients of sharded weights are reduced in
+    `reduce_dtype` (default: the module's). With `reshard_after_forward=False` weights stay whole from forward to
+    backward: one gather fewer, but memory for all weights.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
@@ -91,16 +83,7 @@ class FSDP(Wrapper):
     @uncompiled(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
-        if callable(compiler()):
-            raise fault(
-                "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the "
-                "model block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
-            )
-        if peek_interpreter_stack() or forward_ad._current_level >= 0:
-            raise fault(
-                "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate "
-                "with torch.autograd, or use stages 0 to 2"
-            )
+        refuse_transforms()
         self.guard.before_forward()
         if self.in_forward:
             raise UserError("FSDP is inside `forward`: it cannot begin another pass there")
@@ -133,13 +116,13 @@ class FSDP(Wrapper):
         tensors = tensors_with_gradient(output, weight.name)
         for tensor in (each for each in tensors if each is not weight.full):
             tensor.register_hook(partial(self._pre_backward, number, weight))
-        if tensors and weight.wants_gradient:
+        if tensors and weight.shard.requires_grad:
             self.expected.add(weight)
         if weight in self.borrowed or weight.lies_in(output):  # code outside may still read it
             self.borrowed.add(weight)
         elif self.in_forward and not self._keeps_whole():  # else it is recomputed in backward, which needs it at once
             weight.reshard()
-        if tensors and not weight.wants_gradient:  # frozen: no gradient hook frees it
+        if tensors and not weight.shard.requires_grad:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: weight.reshard())
 
@@ -157,7 +140,7 @@ class FSDP(Wrapper):
         self._before_any_gradient(weight.full)
         self._walk_back(number)
         weight.unshard()
-        if not weight.wants_gradient:  # frozen after wrapping; other ranks may still reduce it
+        if not weight.shard.requires_grad:  # frozen after wrapping; other ranks may still reduce it
             self._reduce(weight)
 
     def _before_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:
@@ -205,7 +188,7 @@ class FSDP(Wrapper):
             return None
         if not weight.unsharded:
             weight.unshard()
-            if torch.is_grad_enabled() and weight.wants_gradient:
+            if torch.is_grad_enabled() and weight.shard.requires_grad:
                 self.expected.add(weight)
             self.borrowed.add(weight)
         return weight.full
@@ -255,11 +238,10 @@ class FSDP(Wrapper):
         self.guard.finished()
         super().zero_grad(set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Do nothing: for loops written for other wrappers. Each backward reduces its gradients and adds them to the
         shards, since keeping them whole would cost the memory that sharding saves."""
-        yield
+        return nullcontext()
 
     def kept_gradients(self) -> list[LocalGradient]:
         with raw():

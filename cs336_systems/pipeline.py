@@ -38,8 +38,7 @@ class Stage(nn.Module):
     head and the loss. With a tied head the last stage has the embedding's weight, too; the gradients of the two copies
     are to be added. With `turn` chunks lie in a V, and stage 0 is the first and the last. `stage(batch, hidden, chunk,
     key)` runs a chunk of its blocks. hidden (rows seq d_model) is the output of the chunk before, None for the first;
-    the last chunk returns `Losses`, or logits for a batch without targets. Raises UserError if the blocks do not divide
-    over all chunks of all stages."""
+    the last chunk returns `Losses`, or logits for a batch without targets. Raises UserError if blocks do not divide."""
 
     def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1, turn: bool = False) -> None:
         super().__init__()
@@ -105,9 +104,9 @@ class Pipeline:
         final = actions[-1] if stage.chunks == 1 and len(moving) == len(actions) else None
         with torch.set_grad_enabled(loss is not None):
             for action in actions:
-                if action.kind == "weights":
-                    with accumulate():
-                        execution.weights(action)
+                if action.kind == "weights":  # whose gradients a split backward has postponed
+                    with accumulate(), self.timer("backward-compute"):
+                        execution.split.pop((action.microbatch, action.chunk)).finish()
                     continue
                 before, after = around[action]
                 received = execution.recv_next(action, before, after)
@@ -188,8 +187,11 @@ class _Execution:
         if hidden is not None and self.loss is not None:
             hidden.requires_grad_()
         key = self.keys[microbatch] if self.keys else None
+        splits: AbstractContextManager[Any] = nullcontext()
+        if self.loss is not None and self.pipeline.name in SPLIT:
+            splits = self.split[microbatch, chunk] = SplitBackward()
         with self.pipeline.timer("forward-compute"):
-            with self.splits(action):
+            with splits:
                 result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
             if isinstance(output, Losses):
                 pair = None if output.pair is None else output.pair.detach()
@@ -198,17 +200,6 @@ class _Execution:
         if self.loss is not None:
             self.live[microbatch, chunk] = hidden, output
         return result
-
-    def splits(self, action: Action) -> AbstractContextManager[Any]:
-        """Context of a forward whose backward the schedule splits."""
-        if self.loss is None or self.pipeline.name not in SPLIT:
-            return nullcontext()
-        return self.split.setdefault((action.microbatch, action.chunk), SplitBackward())
-
-    def weights(self, action: Action) -> None:
-        """Compute the gradients of weights that a split backward postponed."""
-        with self.pipeline.timer("backward-compute"):
-            self.split.pop((action.microbatch, action.chunk)).finish()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """Backward of a chunk: the gradient of its input, None for the first chunk."""

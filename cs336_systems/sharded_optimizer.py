@@ -24,19 +24,17 @@ from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
 from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
-from cs336_systems.buffers.steps import guard_of
+from cs336_systems.buffers.steps import guard_of, require_elementwise
 from cs336_systems.comm import Group, default_group
 from cs336_systems.comm.group import count
 from cs336_systems.errors import UserError
-from cs336_systems.optim.elementwise import require_elementwise
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Runs any optimizer class with its parameters divided over the ranks of a group.
 
-    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. With
-    `wrapper`, a data-parallel wrapper whose gradients are sharded, it takes gradients from there (stage 2). Parameters
-    are moved into a flat buffer (each stays the same object), so move or cast the module before. The state has the
+    Gradients must be equal on all ranks when `step` is called; with `wrapper`, whose gradients are sharded, they come
+    from there (stage 2). Parameters are moved into a flat buffer, so move or cast the module before. The state has the
     unsharded optimizer's format and loads at any number of ranks. Every rank must make the same optimizers, in the same
     order. Raises UserError if the class cannot be sharded.
     """
@@ -57,7 +55,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if layout == "flat":
             require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
-        self.mark = ""
         self.buffers: list[ParameterBuffer] = []
         self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
@@ -69,9 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._add_buffer(bucket.parameters, bucket.layout)
         self._compare_order()
         number = count(self.group, "sharded optimizers")  # equal on all ranks, since all have come here
-        self.mark = f" of optimizer {number}" if number > 1 else ""  # tells collectives of equal parameters apart
-        for buffer in self.buffers:
-            buffer.label += self.mark
+        self.label = f"updated parameters{f' of optimizer {number}' if number > 1 else ''}"  # tells optimizers apart
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
 
@@ -95,17 +90,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if (again := len(added["params"]) - len(set(added["params"]))) > 0:
             raise UserError(f"{again} of {len(added['params'])} parameters are given twice: give each once")
         if self.wrapper is None:
-            flat = self.layout == "flat"
+            pack = FlatLayout.pack if self.layout == "flat" else FlatLayout.whole
             for same in plan_buckets([p for p in reversed(added["params"]) if p.requires_grad], math.inf):
-                layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
-                self._add_buffer(same, layout)
+                self._add_buffer(same, pack(same, self.group.size()))
         if self.inner is not None:
             self._compare_order(len(self.param_groups) - 1)
             self.inner.add_param_group(self._share(added))
             self._take_state()
 
     def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        self.buffers.append(ParameterBuffer(parameters, layout, self.group, self.mark))
+        self.buffers.append(ParameterBuffer(parameters, layout, self.group))
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -150,8 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Update this rank's share and gather the others'; a closure is run first and its loss returned. `kwargs` go to
-        the inner optimizer's step. Every rank must call this. Raises UserError for gradients that are not synchronised
-        and for parameters that have been moved."""
+        the inner step. Raises UserError for gradients that are not synchronised and parameters that have been moved."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check()
         self._attach_gradients()
@@ -167,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 part.tensor.grad = None
         self._copy_settings(self.inner.param_groups)  # some optimizers change their own settings
         for buffer in self.buffers:
-            buffer.all_gather()
+            buffer.all_gather(self.label)
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
         return loss
 
@@ -207,8 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters, or in AdamW to
-        another algorithm."""
+        """Take this rank's share of a whole state. Raises ValueError for that of other parameters or algorithms."""
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -18,11 +18,11 @@ from torch import nn
 
 from cs336_systems.buffers.bucket import REPLICATED, SHARDED, Placement
 from cs336_systems.buffers.guards import Parameters
+from cs336_systems.buffers.steps import require_elementwise
 from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
-from cs336_systems.optim.elementwise import require_elementwise
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
 # The data-parallel wrappers by name, for tests, observed traffic, benchmarks and the profiler.

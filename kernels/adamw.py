@@ -106,8 +106,7 @@ class Kind(NamedTuple):
 
 
 class Tables:
-    """Tables of the launches of one kind, on the device. Each is sent only when it has changed: the addresses of
-    parameters and moments never do, those of gradients rarely."""
+    """Tables of the launches of one kind, on the device. Each is sent only when changed, as addresses rarely are."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -158,16 +157,11 @@ def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 class FusedAdamW(AdamWBase):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2), all in one launch.
+    """`torch.optim.AdamW` in one launch for each dtype, device and alignment to 16 bytes; moments are float32 at least.
+    State dicts load both ways. float64, tensors that are not contiguous, subclasses such as DTensor and CPUs without
+    Triton's interpreter take plain torch. Raises TypeError for a sparse gradient."""
 
-    Options, groups, state and update are those of `torch.optim.AdamW`, but moments are float32 at least. State dicts
-    load both ways. Parameters that differ in dtype, device or alignment to 16 bytes take a launch each kind. float64,
-    tensors that are not contiguous, subclasses such as DTensor and CPUs without Triton's interpreter take plain torch.
-    Steps are counted on the host, so CUDA graphs cannot capture them. Raises TypeError for a sparse gradient.
-    """
-
-    moments_dtype = torch.float32  # at least; read when a part of a state is loaded
-    can = ("maximize",)
+    can, moments_dtype = ("maximize",), torch.float32
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -185,16 +179,6 @@ class FusedAdamW(AdamWBase):
             group.update(self.defaults | group)
             group["lr"] = float(group["lr"])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a FusedAdamW or a `torch.optim.AdamW` over parameters of the same shapes."""
-        self.check_state(state_dict)
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, number in zip(group["params"], saved["params"], strict=True):
-                for name in MOMENTS if state_dict["state"].get(number) else ():
-                    moment = state_dict["state"][number][name]  # as saved: torch cuts it down to the parameter's dtype
-                    self.state[param][name] = moment.to(param.device, copy=True)
-
     @uncompiled
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
@@ -202,8 +186,7 @@ class FusedAdamW(AdamWBase):
         row_of: dict[tuple[int, int], int] = {}  # by group and step, since parameters may have been left out of some
         for param, group in used:
             state, grad = advance(param, self.state[param]), param.grad
-            if grad.shape != param.shape:  # the parameter has been resized
-                check_shape("a gradient", grad, tuple(param.shape), "its parameter")
+            check_shape("a gradient", grad, tuple(param.shape), "its parameter")
             step, mean, square = (state[name] for name in ("step", *MOMENTS))
             row = row_of.setdefault((id(group), step), len(settings))
             if row == len(settings):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class AdamWBase(torch.optim.Optimizer):
     """Base of AdamW in plain torch and fused: refuses what neither can update, and runs a step's closure."""
 
     can: tuple[str, ...]  # options, and state of theirs, that not every AdamW has
+    moments_dtype: torch.dtype | None = None  # the least of its state; None: the parameters' dtype
     update_all: Callable[..., None]  # updates the parameters with a gradient, given in pairs with their groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -79,8 +81,27 @@ class AdamWBase(torch.optim.Optimizer):
             raise ValueError("a parameter comes twice in a group: each step would update it twice")
         self.param_groups.append(group)
 
-    def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another algorithm than AdamW with the options that this one has."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an AdamW, or of torch's, over parameters of the same shapes, between all load hooks. Where
+        torch would round it to the parameters' dtype, it stays at least in `moments_dtype`."""
+        seen: list[dict[str, Any]] = []
+
+        def widen(_: Any) -> None:
+            both = seen[0]["param_groups"], self.param_groups
+            for number, param in zip(*(chain.from_iterable(g["params"] for g in each) for each in both), strict=True):
+                wide = torch.promote_types(param.dtype, self.moments_dtype or param.dtype)
+                for name, saved in seen[0]["state"].get(number, {}).items():
+                    if name != "step":
+                        self.state[param][name] = saved.to(param.device, wide, copy=True)
+
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(self.check_state(state))),
+            self.register_load_state_dict_post_hook(widen, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def check_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state. Raises ValueError for that of another algorithm than AdamW with this one's options."""
         for group in state_dict["param_groups"]:
             found = {name for number in group["params"] for name in state_dict["state"].get(number, ())} - ADAMW_STATE
             found |= {name for name in ("amsgrad", "momentum", "maximize") if group.get(name)}
@@ -88,6 +109,7 @@ class AdamWBase(torch.optim.Optimizer):
                 found.add("coupled weight decay")
             if others := sorted(found.difference(self.can)):
                 raise ValueError(f"the state belongs to another algorithm than AdamW: it has {', '.join(others)}")
+        return state_dict
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **how: Any) -> float | None:  # type: ignore[override]

@@ -186,9 +186,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     Gradients are computed in forward and kept until backward: that of hidden in its dtype, that of weight in float32.
     As in torch, logits are rounded to the dtype of the product, and if every token is ignored, the loss is 0 / 0 and
-    the gradients are zero. (The weight's gets 0 times an ignored hidden, which is NaN for NaN.) float64, and a computer
-    without Triton, take the reference, which does hold all logits.
-
+    the gradients are zero (NaN for a hidden of NaN). The reference, which holds all logits, computes float64.
     Raises TypeError for dtypes that do not fit, ValueError for such shapes or devices, for dtypes that differ outside
     autocast, and on a CPU for a target outside [0, vocab); on a GPU, which is not waited for, it makes the loss NaN.
     """

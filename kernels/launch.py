@@ -117,9 +117,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Run `grid` programs of a kernel on the device of its first argument; `constants` are its `tl.constexpr`
     parameters, all of them and in its order, after the others. `kernel[grid](...)` takes the host about ten
-    microseconds per call, in which a GPU normalises a small batch. A compiled kernel depends on its constants, the
-    dtype and 16-byte alignment of each tensor, and the width of each integer. It is looked up by these, and the
-    driver's function is called directly (without the hooks of Triton's own profiler)."""
+    microseconds, in which a GPU normalises a small batch. So a compiled kernel is looked up by its constants, the dtype
+    and 16-byte alignment of each tensor and the width of each integer, and the driver's function called directly."""
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return

@@ -38,8 +38,7 @@ def scores(q: Tensor, k: Tensor, query_tile: slice, key_tile: slice, is_causal: 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """O (... queries dim) and the log-sum-exp L (... queries) (Dao, arXiv:2307.08691, algorithm 1).
 
-    Over the tiles j of keys, with m the largest score so far, l the softmax's denominator and O its numerator times V,
-    both relative to exp(m):
+    Over the tiles j of keys; m is the largest score so far, and relative to exp(m) l is the denominator, O the output:
 
         m' = max(m, rowmax(S_j)),  P_j = exp(S_j - m'),
         l' = exp(m - m') l + rowsum(P_j),  O' = exp(m - m') O + P_j V_j
@@ -125,8 +124,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 class TiledAttentionFunction(torch.autograd.Function):
     """`reference.attention` in tiles: apply(q, k, v, is_causal=False), q (... queries dim), k and v (... keys dim) ->
-    (... queries dim), all of one dtype. With is_causal, query i sees keys 0 to i. Keeps q, k, v, O and L for backward.
-    Errors: see `check`."""
+    (... queries dim), all of one dtype. Keeps q, k, v, O and L for backward. Errors: see `check`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

@@ -181,11 +181,16 @@ def views_case(group) -> None:
     loss_of(naive, 0).backward()
     naive.finish_gradient_synchronization()
     assert all(bucket.flat is None for bucket in naive.buckets)
-    convolution = BucketedDDP(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    chain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 1))
+    convolution = BucketedDDP(chain.to(memory_format=torch.channels_last))
     convolution(torch.ones(1, 2, 4, 4)).sum().backward()
     convolution.finish_gradient_synchronization()
+    wide, pointwise = (each.weight for each in convolution.module)
+    assert wide.grad.stride() == wide.stride() != pointwise.stride() == (3, 1, 3, 3)
+    buffer = convolution.buckets[0].flat.untyped_storage().data_ptr()
+    assert pointwise.grad.untyped_storage().data_ptr() == buffer, "its elements lie in the same order, and are copied"
     torch.optim.SGD(convolution.parameters(), lr=0.1).step()
-    assert convolution.module.weight.is_contiguous(memory_format=torch.channels_last)
+    assert wide.is_contiguous(memory_format=torch.channels_last)
 
 
 def kept_case(group) -> None:

@@ -7,16 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems.errors import UserError
-from cs336_systems.schedule import (
-    Action,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    schedule,
-    simulate,
-    zero_bubble,
-    zero_bubble_v,
-)
+from cs336_systems.schedule import Action, gpipe, interleaved, one_f_one_b, schedule, simulate
 from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction, receives_from, sends_to
 from cs336_systems.schedule.simulation import ScheduleError
 
@@ -91,12 +82,12 @@ def test_zero_bubbles_are_what_torch_calls_so():
             pp_group_size=p, n_local_stages=1, rank=stage, number_of_rounds=m // p, microbatches_per_round=p,
             num_stages=2 * p, _n_microbatches=m,
         )  # fmt: skip
-        cases = [(theirs.ScheduleZBVZeroBubble, zero_bubble_v)]
-        cases += [(theirs.ScheduleInterleavedZeroBubble, zero_bubble)] * (p > 1 and m % p == 0)
+        cases = [(theirs.ScheduleZBVZeroBubble, schedule("zbv", p, m, 2))]
+        cases += [(theirs.ScheduleInterleavedZeroBubble, schedule("zb-h1", p, m))] * (p > 1 and m % p == 0)
         for cls, ours in cases:
             found = [a for a in cls._calculate_single_rank_operations(one, stage) if a]
             found = [Action(kinds[a.computation_type.name], a.microbatch_index, int(a.stage_index >= p)) for a in found]
-            assert found == ours(stage, p, m), (p, m, stage)
+            assert found == ours[stage], (p, m, stage)
 
 
 def test_messages_between_two_stages_are_taken_in_the_order_in_which_they_are_sent():

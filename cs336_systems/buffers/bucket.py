@@ -16,8 +16,6 @@ A ZeRO stage is three placements: of parameters, gradients and optimizer state (
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +35,6 @@ class Replicated:
     reduce = staticmethod(all_reduce)
     in_flight: int = sys.maxsize  # reductions at once: any number, since no buffer is freed
 
-    def num_shards(self, group: Group) -> int:
-        """Number of slices that a buffer is divided into."""
-        return 1
-
     def keep(self, bucket: "GradBucket") -> None:
         """Keep this rank's part of the reduced buffer."""
 
@@ -54,9 +48,6 @@ class Sharded:
 
     reduce = staticmethod(reduce_scatter)
     in_flight: int = 1  # before one more reduction is launched, the oldest is awaited and its buffer freed
-
-    def num_shards(self, group: Group) -> int:
-        return group.size()
 
     def keep(self, bucket: "GradBucket") -> None:
         assert bucket.flat is not None
@@ -86,7 +77,7 @@ class GradBucket:
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
         self.dtype, self.names = dtype or parameters[0].dtype, names or {}
         self.resting_dtype = self.dtype  # of a shard, in which several reductions are added up
-        self.layout = FlatLayout.pack(parameters, placement.num_shards(group), granule)
+        self.layout = FlatLayout.pack(parameters, group.size() if isinstance(placement, Sharded) else 1, granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
@@ -127,8 +118,7 @@ class GradBucket:
         return gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
 
     def _leave_if_held(self, parameter: nn.Parameter) -> None:
-        """Leave the buffer to user code that still holds a gradient in it, and continue with a copy, before another
-        gradient is written in its place."""
+        """Leave the buffer to user code that holds a gradient in it, and go on with a copy, before it is written to."""
         if self.flat is None or parameter not in self.lies_here or self._contains(parameter.grad):
             return
         self.lies_here = {p for p in self.parameters if self._contains(p.grad)}
@@ -148,41 +138,25 @@ class GradBucket:
         """Stand-in for a sharded gradient in `.grad`, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
-    @cached_property
-    def spans(self) -> dict[nn.Parameter, slice]:
-        """Positions of this rank's pieces of the gradients in the shard."""
-        mine = self.layout.pieces(self.group.rank())
-        ends = accumulate(piece.numel for piece in mine)
-        return {self.parameters[p.index]: slice(end - p.numel, end) for p, end in zip(mine, ends, strict=True)}
-
-    def pieces(self) -> dict[nn.Parameter, Tensor]:
-        """This rank's pieces of the gradients in the shard, as views."""
-        return {} if self.shard is None else {parameter: self.shard[span] for parameter, span in self.spans.items()}
+    def piece(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's piece of a parameter's gradient, which may be empty, as a view of the shard."""
+        assert self.shard is not None
+        start = self.layout.offsets[self.index[parameter]] - self.layout.cuts[self.group.rank()]
+        return self.shard[max(0, start) : max(0, start + parameter.numel())]
 
     def hold_pieces(self) -> None:
-        """Attach this rank's piece of the reduced shard, which may be empty, to each stand-in in `.grad`."""
-        if self.shard is None or not self.names:
-            return
-        pieces = self.pieces()
-        for parameter in self.parameters:
+        """Attach this rank's piece of the reduced shard to each stand-in in `.grad`."""
+        for parameter in self.parameters if self.shard is not None else ():
             if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad.piece = pieces.get(parameter, self.shard[:0])
-
-    def match_strides(self) -> None:
-        """Copy each gradient whose strides are not its parameter's, as under channels-last: torch's fused optimizers
-        pair elements by address."""
-        for p in self.parameters:
-            if p.grad is not None and p.grad.stride() != p.stride():
-                p.grad = torch.empty_like(p).copy_(p.grad)
+                parameter.grad.piece = self.piece(parameter)
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
-        """Forget a gradient of the buffer or the shard that user code has dropped, as other ranks do with their pieces;
-        returns True if there was one."""
+        """Forget a gradient of the buffer or the shard that user code has dropped; returns True if there was one."""
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)
-            if self.shard is not None and parameter in self.spans:
-                self.shard[self.spans[parameter]].zero_()
+            if self.shard is not None:
+                self.piece(parameter).zero_()
         return dropped
 
     def make_way(self, parameter: nn.Parameter) -> None:
@@ -232,7 +206,8 @@ class GradBucket:
         """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of the shard."""
         if self.shard is None:
             return [LocalGradient(p, p.grad, False) for p in self.parameters if p.grad is not None]
-        return [LocalGradient(p, piece, True) for p, piece in self.pieces().items() if p.grad is not None]
+        pieces = ((p, self.piece(p)) for p in self.parameters if p.grad is not None)
+        return [LocalGradient(p, piece, True) for p, piece in pieces if piece.numel()]
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""

@@ -70,8 +70,7 @@ class FlatLayout:
         return self.cuts[-1]
 
     def new_buffer(self, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-        """A buffer (numel,) whose tensors are still to be filled in, and whose padding is zero, in memory that the
-        group's ranks share, if they do."""
+        """A buffer (numel,) of tensors to be filled in, padded with zeros, in memory that ranks share if they do."""
         flat = shared_empty(self.numel, dtype, device, group)
         flat[sum(shape.numel() for shape in self.shapes) :].zero_()
         return flat
@@ -86,14 +85,11 @@ class FlatLayout:
         return flat[self.cuts[rank] : self.cuts[rank + 1]]
 
     def pieces(self, rank: int) -> list[FlatPiece]:
-        """The piece of each tensor that a rank owns, in the order of its slice; empty ones are left out."""
+        """The piece of each tensor that a rank owns; empty ones are left out."""
         first, last = self.cuts[rank], self.cuts[rank + 1]
-        found = {}
-        for index, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
-            start, stop = max(first, offset), min(last, offset + shape.numel())
-            if start < stop:
-                found[start] = FlatPiece(index, start - offset, stop - offset)
-        return [found[start] for start in sorted(found)]
+        tensors = enumerate(zip(self.shapes, self.offsets, strict=True))
+        found = [FlatPiece(i, max(0, first - at), min(shape.numel(), last - at)) for i, (shape, at) in tensors]
+        return [piece for piece in found if piece.start < piece.stop]
 
 
 def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T] = ()) -> list[list[T]]:

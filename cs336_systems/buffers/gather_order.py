@@ -35,8 +35,7 @@ class GatherOrder:
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
     def forward_to(self, number: int, keep: bool) -> None:
-        """Advance to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
-        layers before it that were skipped, unless all are to be kept."""
+        """Advance to a layer in forward, gathering ahead; free weights of skipped layers, unless all are to be kept."""
         coming = set(self.weights[number : max(self.gathered, number + 1)])
         for weight in self.weights[:number]:
             if weight.work and not keep and weight not in coming:  # it may be the tied weight of a layer to come

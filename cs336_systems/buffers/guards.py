@@ -16,6 +16,10 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+from torch._C._functorch import peek_interpreter_stack
+from torch._compile import _disable_dynamo as uncompiled  # imports the compiler only when called
+from torch.autograd import forward_ad
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
@@ -35,8 +39,7 @@ Parameters = Collection[nn.Parameter]
 
 
 class Guard:
-    """The guard of one wrapper. `names` and `trainable` are the module's parameters when it was wrapped, without those
-    that are `ignored`, which another wrapper has."""
+    """The guard of one wrapper. `names` and `trainable`: the module's parameters when wrapped, but not `ignored`."""
 
     def __init__(self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter]) -> None:
         self.wrapper, self.module, self.group, self.ignored = wrapper, module, group, ignored
@@ -78,8 +81,7 @@ class Guard:
         require_equal("modules", [*lines, *buffer_lines(self.module), kind], self.group)
 
     def remember_structure(self, full_of: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
-        """Expect the module's parameters to stay as they are now, but for shards in place of their whole weights, which
-        may have no gradient hook."""
+        """Expect the module's parameters to stay as they are, but for shards in place of their whole weights."""
         self.names = {parameter: name for name, parameter in self._named()}
         self.shards = full_of or {}
         whole = {p: name for p, name in self.names.items() if p not in self.shards}
@@ -126,8 +128,7 @@ class Guard:
                 refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
     def _check_unchanged(self) -> None:
-        """Refuse a parameter that was replaced, cast or unfrozen: ranks would diverge without an error. (One that was
-        frozen gets no gradient, which is right.)"""
+        """Refuse a parameter that was replaced, cast or unfrozen: ranks would diverge without an error."""
         if self.taken:
             raise fault(self.taken)
         with raw():
@@ -169,8 +170,7 @@ class Guard:
         self.replicas.doubted |= bool(self._written())
 
     def second_backward(self) -> bool:
-        """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
-        their collectives would not match otherwise."""
+        """True if some gradient of this step has come twice. The ranks agree first, so that their collectives match."""
         again = max(self.arrived.values(), default=1) > 1
         self.arrived.clear()
         if again:
@@ -198,10 +198,24 @@ class Guard:
 
 
 def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
-    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one; `own` are the
-    wrapper's of each kind."""
+    """Raises UserError for hooks on a sharded weight's gradient, beyond the wrapper's `own` of each kind."""
     if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
         raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
+
+
+@uncompiled(recursive=False)
+def refuse_transforms() -> None:
+    """Raises UserError inside torch.compile, torch.func and forward-mode gradients, which do not run FSDP's hooks."""
+    if callable(compiler()):
+        raise fault(
+            "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the model "
+            "block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
+        )
+    if peek_interpreter_stack() or forward_ad._current_level >= 0:
+        raise fault(
+            "FSDP gathers weights in hooks, which torch.func and forward-mode gradients do not run: differentiate with "
+            "torch.autograd, or use stages 0 to 2"
+        )
 
 
 def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
@@ -221,6 +235,7 @@ class Wrapper(nn.Module):
     on every rank, if the ranks' modules or the `kind` of wrapper differ."""
 
     gradients: Placement = REPLICATED  # what each rank keeps of the mean
+    kept_gradients: Callable[..., list[LocalGradient]]  # this rank's part of every synchronised gradient, as views
 
     def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
         super().__init__()
@@ -262,10 +277,6 @@ class Wrapper(nn.Module):
             f"copy the module before it is wrapped, or save its state: {type(self).__name__} belongs to its group and "
             "parameters"
         )
-
-    def kept_gradients(self) -> list[LocalGradient]:
-        """This rank's part of every parameter's synchronised gradient, as views."""
-        raise NotImplementedError
 
     def check_replicas(self) -> None:
         """Compare all replicated parameters and buffers; UserError names one that differs. Every rank must call it."""

@@ -19,7 +19,6 @@ from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
 PartsState = dict[Tensor, dict[str, Any]]  # of this rank's parts, by the parameters that they are parts of
-DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class Part(NamedTuple):
@@ -33,9 +32,8 @@ class Part(NamedTuple):
 class ParameterBuffer:
     """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, mark: str = "") -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group) -> None:
         self.parameters, self.layout, self.group = parameters, layout, group
-        self.label = f"updated parameters{mark}"
         refuse_shared_memory((each, f"a parameter of shape {tuple(each.shape)}") for each in parameters)
         self.flat = layout.new_buffer(parameters[0].dtype, parameters[0].device, group)
         self.parts = list[Part]()
@@ -55,9 +53,9 @@ class ParameterBuffer:
                     "made; move the model first, then make the optimizer"
                 )
 
-    def all_gather(self) -> None:
+    def all_gather(self, label: str) -> None:
         """Gather the slices that all ranks have updated."""
-        label, slices = self.label, [self.layout.shard(self.flat, r) for r in range(self.group.size())]
+        slices = [self.layout.shard(self.flat, r) for r in range(self.group.size())]
         if all(each.numel() == slices[0].numel() for each in slices):
             all_gather(self.flat, self.group, label).wait()
             return
@@ -82,7 +80,7 @@ class ParameterBuffer:
                     whole[key] = about[0]
                     continue
                 dtype, shape, device = about
-                new = partial(torch.zeros, dtype=DTYPES[dtype], device=self.flat.device)
+                new = partial(torch.zeros, dtype=getattr(torch, dtype), device=self.flat.device)
                 keeps = kind == "whole" or to in (None, me)
                 if key not in whole:
                     whole[key] = new(shape if keeps else 0)
@@ -117,4 +115,4 @@ def _describe(value: Any, part: Part) -> list[Any]:
     if not isinstance(value, Tensor):
         return ["value", value]
     kind, whole = ("sharded", part.owner) if value.shape == part.tensor.shape else ("whole", value)
-    return [kind, str(value.dtype), list(whole.shape), value.device.type]
+    return [kind, str(value.dtype).removeprefix("torch."), list(whole.shape), value.device.type]

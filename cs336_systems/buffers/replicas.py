@@ -54,8 +54,7 @@ class Replicas:
         self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum; event of the copy to the host
 
     def note(self, optimizer: torch.optim.Optimizer, groups: Mapping[int, int]) -> None:
-        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper, and the
-        hash of each group's parameters."""
+        """Note the options with which an optimizer will step groups of the wrapper, and their parameters' hash."""
         kind = type(optimizer).__name__
         for place, (group, parameters) in enumerate(groups.items()):
             options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
@@ -115,13 +114,9 @@ class Replicas:
 
 @torch.no_grad()
 def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
-    """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used, if all
-    shards of gradients are finite, and if the ranks' replicas are still equal.
-
-    Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
-    it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
-    rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient that is kept whole
-    beside them, get a NaN if some shard has a number that is not finite."""
+    """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used (others have no
+    gradient), if all shards of gradients are finite (else all shards, and one whole gradient, get a NaN, since
+    one rank alone would skip its step), and if the ranks' replicas are still equal."""
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
         bucket.finish()
@@ -155,7 +150,9 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
             bucket.hold_pieces()
             continue
         bucket.used = set()
-        bucket.match_strides()
+        for p in bucket.parameters:  # torch's fused optimizers pair elements by address
+            if p.grad is not None and not p.is_contiguous():
+                p.grad = torch.empty_like(p).copy_(p.grad)
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None
     replicas.compare(sums[-2])

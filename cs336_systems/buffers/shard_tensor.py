@@ -129,8 +129,7 @@ def saved_rows(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
-    """Mark tensors of a loaded optimizer state as rows, like those that the optimizer makes itself.
-    Raises UserError for rows of another rank."""
+    """Mark tensors of a loaded optimizer state as rows. Raises UserError for rows of another rank."""
     with raw():
         found = {key: v for key, v in state.items() if type(v) is Tensor and v.shape == shard.shape}
         for key, value in found.items():

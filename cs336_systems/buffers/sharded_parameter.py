@@ -1,5 +1,4 @@
-"""A sharded parameter, of which each rank keeps some rows (along the first axis), and has the rest while a layer
-computes with it.
+"""A sharded parameter: each rank keeps some rows (of the first axis), and has the rest while a layer computes with it.
 
     resharded     `shard` (rows/N ...) in the module's dtype, which the optimizer steps; `full` has an empty storage
     unsharded     `full` (rows ...) in the compute dtype, gathered from all ranks; the module sees it as its parameter
@@ -96,17 +95,10 @@ class ShardedParameter:
         self.earlier: Tensor | None = None  # the gradient that the stand-in replaces
         self.reshard()
 
-    @property
-    def wants_gradient(self) -> bool:
-        """True unless the shard is frozen, perhaps after wrapping."""
-        with raw():
-            return self.shard.requires_grad
-
     @torch.no_grad()
     def launch_unshard(self) -> None:
         """Start gathering the weight, if it is not there or on its way."""
-        with raw():
-            version = self.shard._version
+        version = self.shard._version
         if version != self.version:  # what a forward of the bare module has left is from before the last step
             self.reshard()
         if self.unsharded or self.work is not None:
@@ -130,7 +122,7 @@ class ShardedParameter:
         if self.work is not None:
             self.work.wait()
             self.work, self.unsharded = None, True
-        self.full.requires_grad_(self.wants_gradient)
+        self.full.requires_grad_(self.shard.requires_grad)
         for place in self.places:
             put(place, self.full)
 
@@ -214,8 +206,7 @@ class ShardedParameter:
             )
 
     def refuse_saved(self, layer: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Raise UserError for state_dict(), whose file would have these rows alone (a hook of each layer). With
-        keep_vars=True it gives parameters and no values to save."""
+        """Raise UserError for state_dict(), which would save these rows alone (a hook); not with keep_vars=True."""
         if self.group.size() > 1 and not keep_vars:
             raise fault(
                 f"state_dict() would have rows {self.rows[0]} to {self.rows[1]} of {self.shape[0]} of {self.name}: "

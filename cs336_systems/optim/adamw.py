@@ -34,11 +34,6 @@ class AdamW(AdamWBase):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"amsgrad": amsgrad, "maximize": maximize})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an `AdamW`, or of torch's, over parameters of the same shapes, after all load hooks."""
-        with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
-            super().load_state_dict(state_dict)
-
     def update_all(self, used: list[tuple[Any, dict[str, Any]]]) -> None:
         for parameter, group in used:
             update(parameter, parameter.grad, self.state[parameter], group)
@@ -78,9 +73,8 @@ def learning_rate(
     step: int, peak: float, floor: float, warmup_steps: int, decay_steps: int,
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:  # fmt: skip
-    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, then constant.
-    `decay_steps` does not depend on the length of the run: a run that is cut short or resumed follows the same curve.
-    Raises UserError for a warm-up longer than `decay_steps`."""
+    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, then constant,
+    however long the run is. Raises UserError for a warm-up longer than `decay_steps`."""
     if warmup_steps > decay_steps:
         raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
     if step < warmup_steps:

@@ -11,9 +11,8 @@ from cs336_systems.errors import UserError
 
 
 class LossScaler:
-    """Constant loss scale, by default 1, for bf16 and fp32, whose range of exponents is large enough for gradients. If
-    it is `at_floor`, it cannot be lowered, and more overflows mean that training has diverged. Raises UserError for a
-    scale that is not positive and finite."""
+    """Constant loss scale, by default 1, for bf16 and fp32, whose range of exponents is large enough. `at_floor`: more
+    overflows mean that training has diverged. Raises UserError for a scale that is not positive and finite."""
 
     saved: tuple[str, ...] = ()  # fields in a checkpoint; arguments of the constructor are not saved
 
@@ -45,9 +44,7 @@ class DynamicLossScaler(LossScaler):
     window        steps in a row without overflow after which the scale grows
     hysteresis    the first hysteresis - 1 overflows are tolerated, and every further one lowers the scale
 
-    Only growth renews the tolerance. With hysteresis 2 it takes 17 overflows from 2^32 to 2^16: one tolerated and 16
-    halvings. Raises UserError for arguments out of range.
-    """
+    Only growth renews the tolerance. Raises UserError for arguments out of range."""
 
     saved = ("scale", "clean", "tolerance")
 

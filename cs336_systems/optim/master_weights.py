@@ -8,7 +8,6 @@ and moments (Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more duri
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,28 +21,10 @@ class MasterAdamW(AdamW):
     """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16 (one in
     float32 is its own master). The first step copies parameters to their masters. Later ones overwrite parameters, so
     load weights before the first step, or together with their state (that of `AdamW` has no masters: the next step
-    makes them). Options, groups and errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step,
-    under Megatron-LM's names."""
+    makes them). `timer` makes a context for each phase of a step, under Megatron-LM's names."""
 
-    moments_dtype = torch.float32  # the least; ShardedOptimizer reads it when it loads a state
+    moments_dtype = torch.float32
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as `AdamW` does, but do not round it to the parameters' dtype, as torch would."""
-        seen: list[dict[str, Any]] = []
-        with (
-            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
-            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
-        ):
-            super().load_state_dict(state_dict)
-
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
-            for name in saved.keys() - {"step"}:
-                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
     def update_all(self, used: list[tuple[Any, dict[str, Any]]], multiplier: Tensor | float | None = None) -> None:
         """Update parameters by their gradients in fp32 times `multiplier`, a keyword of `step`, a number or a scalar on

@@ -53,22 +53,6 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     return _one_stage("interleaved", stage, stages, microbatches, chunks)
 
 
-def zero_bubble(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """ZB-H1: 1F1B with each backward in two (Qi et al., arXiv:2401.10241, section 2.3). The stage before waits for the
-    gradients of inputs alone; those of weights can wait, and fill what would be idle. Stage r leaves those of the
-    latest r microbatches for later, so that every stage keeps the activations of at most p microbatches, as stage 0 of
-    1F1B does."""
-    return _one_stage("zb-h1", stage, stages, microbatches, 1)
-
-
-def zero_bubble_v(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """ZBV: zero bubble with two chunks on each stage, in a V: chunk 0 goes down the stages and chunk 1 comes back up,
-    so that stage 0 has the model's first and last blocks, and the loss (ZB-V in Qi et al., arXiv:2401.10241). If
-    forward and both parts of backward take equal times, it idles half as long as ZB-H1; every stage keeps at most 2 p
-    chunks of activations, which are p microbatches, as ZB-H1 does."""
-    return _one_stage("zbv", stage, stages, microbatches, 2)
-
-
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
     """The lists of all stages of a schedule by name. Raises UserError for a name that is not in NAMES, a count below 1,
     chunks that the schedule does not have, and interleaved microbatches that are not a multiple of the stages."""
@@ -151,7 +135,10 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, stage: int = 
 
 
 def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
-    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards. ZB-H1
+    splits each backward (Qi et al., arXiv:2401.10241, section 2.3): the stage before waits for the gradients of inputs
+    alone. Those of weights fill what would be idle: stage r leaves the latest r microbatches' for later, so that every
+    stage keeps the activations of at most p microbatches, as stage 0 of 1F1B does."""
     _check(name, stages, microbatches, chunks, stage)
     if name == "zbv":
         return _in_a_v(stage, stages, microbatches)
@@ -182,8 +169,11 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
 
 
 def _in_a_v(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """ZBV by its phases: (number of times, actions). F0 is a forward in chunk 0, B1 the gradients of inputs in chunk 1,
-    W1 those of its weights; each takes its microbatches in order. Fewer than 2 p - 1 microbatches leave some out."""
+    """ZBV (ZB-V in arXiv:2401.10241): chunk 0 goes down the stages and chunk 1 comes back up, so that stage 0 has the
+    first and last blocks, and the loss. Every stage keeps at most 2 p chunks of activations.
+
+    Its phases are (number of times, actions): F0 is a forward in chunk 0, B1 the gradients of inputs in chunk 1, W1
+    those of its weights; each takes its microbatches in order. Fewer than 2 p - 1 microbatches leave some out."""
     many, later = max(microbatches, 2 * stages - 1), stages - stage
     phases = (
         (2 * later - 1, "F0"), (stage, "F1 F0"), (later, "F1 B1 W1"),

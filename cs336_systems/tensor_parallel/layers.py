@@ -30,8 +30,7 @@ def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
 
 
 def split(parameter: Tensor, dim: int, group: Group, padded: int | None = None) -> nn.Parameter:
-    """Make a parameter of this rank's part along `dim`, with `partition_dim` set to it as in Megatron-LM. Raises
-    UserError if the size of this dimension does not divide."""
+    """Make a parameter of this rank's part along `dim`, its `partition_dim`. Raises UserError if it does not divide."""
     size = padded or parameter.shape[dim]
     if size % group.size():
         what = f"dimension {dim}, of {size}, of a parameter of shape {tuple(parameter.shape)}"

@@ -2,8 +2,7 @@
 loss the ranks exchange three numbers per token, so that no rank ever holds all logits.
 
 Rank r has the words [r n, (r + 1) n), n = padded vocabulary / ranks. Padding words have zero weights and are left out
-of the softmax. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.) Shapes are in einops order; the axis `part`
-is of size n.
+of the softmax. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.) The axis `part` is of size n.
 """
 
 from typing import Any

@@ -11,6 +11,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import AdamW, learning_rate
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
 from cs336_systems.optim.master_weights import MasterAdamW
+from kernels.adamw import FusedAdamW
 from tests.support import ranks
 from tests.support.tolerances import bound
 
@@ -54,7 +55,8 @@ def test_a_state_of_torch_with_all_options_is_continued():
     AdamW(lists[1]).load_state_dict(old | {"state": {}})
 
 
-@pytest.mark.parametrize("cls", [AdamW, MasterAdamW])
+@pytest.mark.usefixtures("where_triton_runs")
+@pytest.mark.parametrize("cls", [AdamW, MasterAdamW, FusedAdamW])
 def test_load_hooks_see_and_change_the_state(cls):
     params = [nn.Parameter(torch.linspace(0, 1, 5).bfloat16())]
     first, second = cls(params), cls(params)
