@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from cs336_systems.check.cases import BOUND, reload, training
+from cs336_systems.check.cases import BOUND, bound, factor_of, largest, reload, training
 from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
-from cs336_systems.check.tolerances import bound, factor_of, largest
 
 FOUND = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
 CAUSES = {name: FOUND["default"] | each for name, each in FOUND.items() if name != "default"}

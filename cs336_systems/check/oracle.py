@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cs336_systems.check.cases import Case, training
+from cs336_systems.check.cases import UNIT_ROUNDOFF, Case, largest, likely_bound, training
 from cs336_systems.check.models import Program, Replica, Run
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, largest, likely_bound
 
 Key = tuple[int, str, str]  # step, kind of tensor, name
 KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from cs336_systems.check.candidates import OWN_OPTIMIZER, Candidate, called, candidate
-from cs336_systems.check.cases import CASES, DIED, FIRST, Case, clipped
+from cs336_systems.check.cases import CASES, DIED, FIRST, Case, bound, clipped
 from cs336_systems.check.diagnosis import Diagnosis, diagnose
 from cs336_systems.check.oracle import Notes, Wrong
 from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, references, run_cases
-from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 

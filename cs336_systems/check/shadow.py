@@ -29,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.check.candidates import Candidate, line_of
 from cs336_systems.check.cases import CASES, FIRST, Case
@@ -39,6 +38,7 @@ from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Re
 from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
+from cs336_systems.host.observe import tensors
 
 R, V, P = range(3)
 NAMES = {"R": "Replicate (R)", "I": "Invariant (I)", "V": "Varying (V)", "P": "Partial (P)"}
@@ -58,11 +58,6 @@ def refusal(what: str, have: str, need: str, axis: str, why: str = "") -> Refuse
 
 class MessagesError(UserError):
     """A collective or message whose result has no type, since its purpose is not known."""
-
-
-def tensors(x: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
-    return [each for each in tree_leaves(x) if isinstance(each, Tensor)]
 
 
 class Shadow(TorchDispatchMode):
@@ -100,10 +95,10 @@ class Shadow(TorchDispatchMode):
             return y
         found = self._result(func, args, {key: value for key, value in kwargs.items() if key != "out"})
         written = [x for given, x in zip(func._schema.arguments, args, strict=False) if given.is_write]
-        written = tensors((written, kwargs.get("out")))
-        before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        before = {x.untyped_storage()._cdata for x in tensors(*args, *kwargs.values())}
         y = func(*args, **kwargs)
-        for each in (*written, *(x for x in tensors(y) if x.untyped_storage()._cdata not in before)):
+        made = (x for x in tensors(y) if x.untyped_storage()._cdata not in before)
+        for each in (*tensors(written, kwargs.get("out")), *made):
             self.types(each).copy_(found)
         return y
 
@@ -114,7 +109,7 @@ class Shadow(TorchDispatchMode):
             return torch.tensor(P, dtype=torch.uint8)
         if name in ("cat", "stack"):
             return func([self.types(x) for x in args[0]], *args[1:], **kwargs)
-        found = [self.types(x) for x in tensors((args[name in FRESH :], kwargs))]
+        found = [self.types(x) for x in tensors(*args[name in FRESH :], *kwargs.values())]
         if not (torch.Tag.pointwise in func.tags or name in (*FRESH, "clone", "_to_copy")) or "foreach" in name:
             found = [each.max() for each in found if each.numel()]
         return reduce(torch.maximum, found, torch.tensor(R, dtype=torch.uint8))
