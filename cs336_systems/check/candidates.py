@@ -164,14 +164,8 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
         if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
             return [candidate(wrapper, "ddp", target)], None
         stage = int(name[-1])
-        return [
-            Candidate(
-                target,
-                "fsdp" if stage == 3 else "ddp",
-                has_gradients=stage < 2,
-                build=lambda module, cls, options, group: zero(module, cls, stage, group, **options),
-            )
-        ], None
+        staged = lambda module, cls, options, group: zero(module, cls, stage, group, **options)  # noqa: E731
+        return [Candidate(target, "fsdp" if stage == 3 else "ddp", staged, has_gradients=stage < 2)], None
     module = load_file(Path(path))
     build = getattr(module, "build", None)
     if name:

@@ -11,9 +11,8 @@ memory that nobody has written to is P. Over all ranks of the group
     broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
 Rows are P, and weights that each rank has drawn itself are V. A weight that an optimizer has updated must not be P, as
-it is after an update by a gradient that is P, and a weight that a layer uses must be R. Not seen: factors, waits, sums
-that are made of messages, an optimizer that averages weights instead of gradients, and one that gathers shards that it
-has updated by its own rank's gradient, by hand: compare the numbers.
+it is after an update by a gradient that is P, and a weight that a layer uses must be R. docs/check.md#types lists what
+is not seen.
 """
 
 from collections.abc import Iterator
@@ -172,8 +171,8 @@ class Weights(Shadow):
 
 def _lies_in(x: Tensor, other: Tensor) -> bool:
     """True if a tensor's memory is another's, or a part of it."""
-    first, start = x.data_ptr(), other.data_ptr()
-    return start <= first and first + x.nbytes <= start + other.nbytes
+    offset = x.data_ptr() - other.data_ptr()
+    return 0 <= offset <= other.nbytes - x.nbytes
 
 
 def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_RANKS) -> Report:
