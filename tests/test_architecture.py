@@ -163,7 +163,7 @@ def test_one_door_to_torch_distributed():
     assert all(user.startswith("cs336_systems/comm/") for user in users), users
     # Those that a user names are loaded by name, in one file.
     named = {ids(path) for path in inside if '"torch.distributed' in path.read_text()} - users
-    assert named == {"cs336_systems/check/foreign.py"}
+    assert named == {"cs336_systems/check/targets.py"}
 
 
 def test_benchmarks_hide_no_other_module():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.buffers.bucket import SHARDED
-from cs336_systems.check.foreign import foreign
+from cs336_systems.check.targets import foreign
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP

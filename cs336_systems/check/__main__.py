@@ -16,11 +16,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
 
-def stop(seconds: float, *_: Any) -> None:
-    """Raise TimeoutError for an alarm after so many seconds."""
-    raise TimeoutError(f"it did not end in {seconds:g} s, ten times --timeout")
-
-
 def type_checks(target: str, kind: str | None, timeout: float) -> list[Callable[[], Any]]:
     """Checks of types alone: of the model that a function without parameters, or named `build`, returns, or of a
     data-parallel wrapper, as which `kind` marks any function."""
@@ -28,7 +23,10 @@ def type_checks(target: str, kind: str | None, timeout: float) -> list[Callable[
     from cs336_systems.check.shadow import check_reduction
     from cs336_systems.check.types import check_model
 
-    signal.signal(signal.SIGALRM, partial(stop, 10 * timeout))  # after the imports, which take seconds
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it did not end in {10 * timeout:g} s, ten times --timeout")
+
+    signal.signal(signal.SIGALRM, stop)  # after the imports, which take seconds
     signal.setitimer(signal.ITIMER_REAL, 10 * timeout, 10 * timeout)
     click.get_current_context().call_on_close(partial(signal.setitimer, signal.ITIMER_REAL, 0))
     path, _, name = target.partition(":")

@@ -23,8 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.check.foreign import FOREIGN, foreign
-from cs336_systems.check.targets import KINDS, require_target
+from cs336_systems.check.targets import FOREIGN, KINDS, foreign, require_target
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.zero import WRAPPERS, zero
@@ -33,15 +32,12 @@ SYNCHRONISE = (
     "finish_gradient_synchronization", "sync_gradients", "synchronize_gradients", "average_gradients",
     "all_reduce_gradients", "allreduce_gradients", "synchronize",
 )  # fmt: skip
-PARALLEL = ("tensor_parallel", "tensorparallel", "sequence_parallel", "sequenceparallel")
-GIVEN = {"bucket_size_mb": 0.0005, "bucket_cap_mb": 0.0005}  # so small that there are several buckets
 ADAPTERS = {  # the course's functions; others, such as ddp_on_after_backward, are named after them
     "get_ddp_individual_parameters": "ddp", "get_ddp_bucketed": "ddp", "get_ddp": "ddp",
     "get_sharded_optimizer": "sharded-optimizer", "get_fsdp": "fsdp",
 }  # fmt: skip
 ENDED = "ended by itself with exit code"
 OWN_OPTIMIZER = "the target makes its optimizer, and has no parameter optimizer_cls"
-Built = tuple[Any, Any]  # a model and its optimizer
 BATCH = {name: i for i, names in enumerate((  # parameters that a step may have
     "model module net", "optimizer opt", "loss criterion loss_fn", "inputs x tokens", "targets y labels", "group",
 )) for name in names.split()}  # fmt: skip
@@ -104,10 +100,11 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
     return {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
 
 
-def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
-    """Model and optimizer of a wrapper; it may return both."""
-    offered = GIVEN | {"group": group, "process_group": group, "optimizer_cls": cls, **options}
-    given = accepted(wrap, offered)
+def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Any:
+    """A wrapper's model and its optimizer; it may return both."""
+    small = 0.0005  # MB, so that there are several buckets
+    offered = {"bucket_size_mb": small, "bucket_cap_mb": small, "group": group, "process_group": group}
+    given = accepted(wrap, offered | {"optimizer_cls": cls, **options})
     model = wrap(module, **given)
     if isinstance(model, tuple):
         if "optimizer_cls" not in given and cls is not torch.optim.SGD:
@@ -118,24 +115,9 @@ def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
     return model, cls(model.parameters() if hasattr(model, "parameters") else module.parameters(), **options)
 
 
-def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
-    """The module, and its sharded optimizer."""
-    return module, wrap(module.parameters(), cls, **options)
-
-
-def ours(name: str) -> Candidate:
-    """A wrapper or ZeRO stage of this library."""
-    if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
-        return Candidate(f"ours:{name}", "ddp", partial(wrapped, wrapper))
-    stage = int(name[-1])
-    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", has_gradients=stage < 2,
-                     build=lambda module, cls, options, group: zero(module, cls, stage, group, **options))  # fmt: skip
-
-
-def kind_of(target: Any, name: str = "") -> str:
+def kind_of(target: Any, name: str) -> str:
     """Guess the kind from a class's or function's base, name and parameters; ddp if they do not show it."""
-    parameters = set(inspect.signature(target).parameters)
-    name = (name or getattr(target, "__name__", "")).lower()
+    parameters, name = set(inspect.signature(target).parameters), name.lower()
     of_optimizer = "optimizer_cls" in parameters and not {"module", "model"} & parameters  # else a wrapper takes it
     if of_optimizer or (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)):
         return "sharded-optimizer"
@@ -143,7 +125,7 @@ def kind_of(target: Any, name: str = "") -> str:
         return "step"
     if "fsdp" in name or hasattr(target, "gather_full_params"):
         return "fsdp"
-    return "tensor-parallel" if any(each in name for each in PARALLEL) else "ddp"
+    return "tensor-parallel" if re.search("(tensor|sequence)_?parallel", name) else "ddp"
 
 
 def candidate(target: Any, kind: str | None = None, name: str = "", beside: ModuleType | None = None) -> Candidate:
@@ -158,7 +140,10 @@ def candidate(target: Any, kind: str | None = None, name: str = "", beside: Modu
         if unknown := [key for key in required if key not in BATCH]:
             raise UserError(f"{name}: what is {', '.join(unknown)}? A step's parameters are named {', '.join(BATCH)}")
         return Candidate(name, kind, partial(wrapped, lambda module: module), step=target)
-    build, prefix = partial(sharded if kind == "sharded-optimizer" else wrapped, target), name.removeprefix("get_")
+    build: Any = partial(wrapped, target)
+    if kind == "sharded-optimizer":
+        build = lambda module, cls, options, group: (module, target(module.parameters(), cls, **options))  # noqa: E731
+    prefix = name.removeprefix("get_")
     finish = getattr(beside, f"{prefix}_on_after_backward", synchronise)
     before = getattr(beside, f"{prefix}_on_train_batch_start", Candidate.before)
     return Candidate(name, kind, build, finish, before, getattr(beside, f"{prefix}_gather_full_params", None))
@@ -176,7 +161,11 @@ def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callabl
         return [candidate(wrap, kind, target)], None
     path, _, name = target.partition(":")
     if path == "ours":
-        return [ours(name)], None
+        if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
+            return [candidate(wrapper, "ddp", target)], None
+        stage = int(name[-1])
+        staged = lambda module, cls, options, group: zero(module, cls, stage, group, **options)  # noqa: E731
+        return [Candidate(target, "fsdp" if stage == 3 else "ddp", staged, has_gradients=stage < 2)], None
     module = load_file(Path(path))
     build = getattr(module, "build", None)
     if name:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from cs336_systems.check.cases import BOUND, reload, training
+from cs336_systems.check.cases import BOUND, bound, factor_of, largest, reload, training
 from cs336_systems.check.oracle import Evidence, Key, Wrong, copied, first_of, shard
-from cs336_systems.check.tolerances import bound, factor_of, largest
 
 FOUND = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
 CAUSES = {name: FOUND["default"] | each for name, each in FOUND.items() if name != "default"}
@@ -80,8 +79,8 @@ class Diagnosis(Evidence):
             parts = torch.stack([notes.tensors.get(wrong.key, wrong.want) for notes in self.got])
             if largest(parts.square().sum().sqrt() - wrong.want) <= self.tolerance(wrong.key, wrong.want):
                 yield "norm of a share", parts[rank], ""
-            own = [x.norm() for key, x in self.want[rank].tensors.items() if key[:2] == (step, "local")]
-            yield "never synchronised", torch.stack(own).norm(), "until the optimizer's step"
+            own = torch.stack([x.norm() for x in self.want[rank].of(step, "local").values()])
+            yield "never synchronised", own.norm(), "until the optimizer's step"
         elif kind == "gradient":
             for cause, tensor, detail in self._of_gradient(wrong):
                 yield cause, shard(tensor, wrong.got, rank, self.world), detail
@@ -110,7 +109,7 @@ class Diagnosis(Evidence):
     def _of_loss(self, step: int, rank: int) -> Iterator[tuple[str, Tensor, str]]:
         """Values of an ordinary step's loss with old weights, all or those of a part of the model, and with this rank's
         parts of split weights alone."""
-        new, old = self._weights(step - 1, rank), self._weights(step - 2, rank)
+        new, old = (self.want[rank].of(step - n, "weight") for n in (1, 2))
         places = {place for name in new for place in accumulate(name.split("."), "{}.{}".format)} | {"matrices"}
         is_small = sum(map(torch.numel, new.values())) <= LARGEST
         for part in ("", *sorted(places if is_small else ())) if old else ():
@@ -132,10 +131,6 @@ class Diagnosis(Evidence):
             for name, p in module.named_parameters()
         }
         return copied(self.case.criterion(functional_call(module, given, (inputs,)), targets))
-
-    def _weights(self, step: int, rank: int) -> dict[str, Tensor]:
-        """The right weights after a step."""
-        return {each[2]: x for each, x in self.want[rank].tensors.items() if each[:2] == (step, "weight")}
 
     def _updated(self, before: Tensor, gradient: Tensor) -> Tensor:
         """A weight after a first step of its optimizer."""
@@ -169,7 +164,7 @@ class Diagnosis(Evidence):
         """Values that a tensor would have if ranks had each other's shards, of this tensor or of all joined, or of a
         weight the updates of such shards."""
         right = self.want[rank].tensors
-        tensors = {each[2]: x for each, x in right.items() if each[:2] == key[:2]}
+        tensors = self.want[rank].of(*key[:2])
         is_update = key[1] == "weight" and key[0] >= 0
         old = {name: right[key[0] - 1, "weight", name] for name in tensors} if is_update else {}
         names = [name for name in self.order if name in tensors]
@@ -217,8 +212,8 @@ class Diagnosis(Evidence):
             yield cause, value / n, f"{which}, divided by {n}"
         yield "added to", own[rank] + want, ""
         yield "zero", torch.zeros_like(want), ""
-        for (when, what, whose), tensor in right.items():
-            if (when, what) == (step, "gradient") and first_of(whose) != first_of(name):
+        for whose, tensor in self.want[rank].of(step, "gradient").items():
+            if first_of(whose) != first_of(name):
                 yield "another tensor's", tensor, f"that of {whose}"
 
     def _unseen(self, wrong: Wrong, own: Tensor) -> bool:
@@ -229,14 +224,13 @@ class Diagnosis(Evidence):
             return False
         if own.shape != before.shape or any(each.rank == rank for each in self._wrong(later)):
             return False
-        loss = self._loss(step + 1, rank, self._weights(step, rank) | {name: self._updated(before, own)})
+        loss = self._loss(step + 1, rank, self.want[rank].of(step, "weight") | {name: self._updated(before, own)})
         want = self.want[rank].tensors[later]
         return largest(loss - want) > self.tolerance(later, want)
 
     def _accumulated(self, step: int, name: str, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
         """Values that a gradient would have under the mistakes of several backward passes."""
-        parts = [[tensor for (when, kind, whose), tensor in notes.tensors.items()
-                  if (when, kind) == (step, "part") and first_of(whose) == name] for notes in self.want]  # fmt: skip
+        parts = [[x for whose, x in notes.of(step, "part").items() if first_of(whose) == name] for notes in self.want]
         if len(parts[0]) > 1 and len({len(each) for each in parts}) == 1:
             means = torch.stack([torch.stack(each) for each in parts]).mean(0)
             yield "last part only", means[-1], ""
@@ -249,10 +243,9 @@ class Diagnosis(Evidence):
 
     def _elsewhere(self, key: Key, rank: int, got: Tensor, limit: float) -> str:
         """Place where a tensor's elements are a slice of the means, or of the rank's own, in the order of backward."""
-        tensors = self.want[rank].tensors
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
-            found = (tensors.get((key[0], kind, name)) for name in reversed(self.order))
-            flat = torch.cat([torch.zeros(0), *(each.flatten() for each in found if each is not None)])
+            tensors = self.want[rank].of(key[0], kind)
+            flat = torch.cat([torch.zeros(0), *(tensors[x].flatten() for x in reversed(self.order) if x in tensors)])
             for scale in (1, self.world) if 1 < got.numel() <= len(flat) <= LARGEST else ():
                 off = (flat.unfold(0, got.numel(), 1) / scale - got.flatten()).abs().amax(1)
                 if off.min().item() <= limit:
@@ -270,7 +263,7 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> tuple[str, str, str]:
         first = first._replace(cause="never synchronised", detail="each rank's share of all")
     step, kind, name = found[0].key
     names = list(dict.fromkeys(each.key[2] for each in found))
-    every = [key[2] for key in evidence.want[0].tensors if key[:2] == (step, kind)]
+    every = [*evidence.want[0].of(step, kind)]
     backward = [each for each in reversed(evidence.order) if each in every]
     is_tail = kind == "gradient" and len(names) < len(backward) and names == backward[-len(names) :]
     cause = "from here on" if is_tail and first.cause == "unknown" else first.cause

@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.check.candidates import Candidate
-from cs336_systems.check.cases import Case
-from cs336_systems.check.foreign import count_collectives, exchange
+from cs336_systems.check.cases import Case, bound, factor_of, largest
 from cs336_systems.check.ranks import BrokenPromiseError, run_cases
 from cs336_systems.check.report import BROKEN, FAILED, RIGHT, WRONG, Report, Verdict, first_error
-from cs336_systems.check.tolerances import bound, factor_of, largest
+from cs336_systems.check.targets import count_collectives, exchange
 from cs336_systems.comm import Group
 from cs336_systems.schedule import Action, simulate
 from cs336_systems.schedule.lists import bubble_fraction
@@ -60,28 +58,31 @@ def near(what: str, got: Any, want: Tensor, scale: float = 1.0) -> None:
     hold(off <= scale * bound(torch.float64, 64, 64) * (1 + largest(want)), f"{what} is off by {off:.2g}{times}")
 
 
-@dataclass
-class Part:
-    """This rank's part of a tensor along an axis, equal to the others' or of the given sizes: a leaf of its own."""
+Split = Callable[[Tensor], Tensor]  # this rank's part of a whole tensor
 
-    whole: Tensor
-    group: Group
-    dim: int = 0
-    sizes: Sequence[int] = ()
 
-    def __post_init__(self) -> None:
-        self.whole.requires_grad_()
-        self.own = self.of(self.whole).detach().clone().requires_grad_()
+def split(group: Group, dim: int, sizes: Sequence[int] = ()) -> Split:
+    """This rank's part along an axis, equal to the others' or of the given sizes."""
+    return lambda x: (x.split(sizes, dim) if sizes else x.chunk(group.size(), dim))[group.rank()]
 
-    def of(self, x: Tensor) -> Tensor:
-        """The same part of another tensor."""
-        parts = x.split(self.sizes, self.dim) if self.sizes else x.chunk(self.group.size(), self.dim)
-        return parts[self.group.rank()]
 
-    def near(self, name: str, scale: float = 1.0) -> None:
-        """Require that its gradient is the same part of the whole's."""
-        assert self.whole.grad is not None
-        near(f"the gradient of the {name}", self.own.grad, self.of(self.whole.grad), scale)
+def compare(
+    what: str, want: Callable[..., Tensor], got: Callable[..., Any], inputs: dict[str, tuple[Tensor, Split]],
+    part: Split = lambda x: x, factor: Tensor | None = None, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Compare a student's function of this rank's parts of some inputs with the right one of the whole: this rank's
+    part of the result, and the inputs' gradients where that of the result is `factor`."""
+    whole = [x.requires_grad_() for x, _ in inputs.values()]
+    own = [part_of(x).detach().clone().requires_grad_() for x, part_of in inputs.values()]
+    right = want(*whole)
+    factor = _random(*right.shape, seed=3) if factor is None else factor
+    (right * factor).sum().backward()
+    result = got(*own)
+    near(what, result, part(right), scale)
+    (result * part(factor)).sum().backward()
+    for (name, (x, part_of)), mine in zip(inputs.items(), own, strict=True):
+        assert x.grad is not None
+        near(f"the gradient of the {name}", mine.grad, part_of(x.grad), scale)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -109,16 +110,11 @@ def _steps(module: ModuleType, group: Group, live: bool = False, idle: bool = Fa
 def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = False, counted: bool = False) -> None:
     """Compare loss and gradient with torch's of all logits; `last`: targets on the last rank only; `counted`: bytes."""
     tokens, local, world = 12, 32, group.size()
-    logits = Part(scale * _random(tokens, local * world), group, 1)
     targets = torch.randint(local * world, (tokens,), generator=torch.Generator().manual_seed(1))
     targets = targets % local + (world - 1) * local if last else targets
-    want = F.cross_entropy(logits.whole, targets)
-    (3 * want).backward()
-    counts = count_collectives()
-    loss = module.vocabulary_loss(logits.own, targets)
-    (3 * loss).backward()
-    near("the loss", loss, want, scale)
-    logits.near("logits", scale)
+    counts, logits = count_collectives(), (scale * _random(tokens, local * world), split(group, 1))
+    right, own = (lambda x, loss=loss: loss(x, targets) for loss in (F.cross_entropy, module.vocabulary_loss))
+    compare("the loss", right, own, {"logits": logits}, factor=torch.tensor(3.0), scale=scale)
     sent, most = counts["elements"], 8 * tokens
     few = not counted or sent <= most
     hold(few, f"collectives were given {sent} elements for {tokens} tokens; {most} or fewer should do")
@@ -127,18 +123,14 @@ def _loss(module: ModuleType, group: Group, scale: float = 1.0, last: bool = Fal
 def _attention(module: ModuleType, group: Group, scale: float = 1.0, counted: bool = False) -> None:
     """Compare output and gradients with torch's of the whole sequence; `counted`: the traffic, too."""
     heads, dim, world = 2, 3, group.size()
-    q, k, v, weight = _random(4, heads, 4 * world, dim).unbind()
-    parts = [Part(each.detach(), group, 1) for each in (scale * q, k, v)]
-    want = F.scaled_dot_product_attention(parts[0].whole, parts[1].whole, parts[2].whole, is_causal=True)
-    (want * weight).sum().backward()
-    counts = count_collectives()
-    y = module.ring_attention(*(each.own for each in parts), exchange, group.rank(), world)
-    near("the output", y, parts[0].of(want), scale)
-    (y * parts[0].of(weight)).sum().backward()
-    for name, part in zip(("queries", "keys", "values"), parts, strict=True):
-        part.near(name, scale)
+    part, counts = split(group, 1), count_collectives()
+    sizes = {"queries": scale, "keys": 1.0, "values": 1.0}
+    inputs = {name: (size * _random(heads, 4 * world, dim, seed=ord(name[0])), part) for name, size in sizes.items()}
+    right = partial(F.scaled_dot_product_attention, is_causal=True)
+    own = lambda *qkv: module.ring_attention(*qkv, exchange, group.rank(), world)  # noqa: E731
+    compare("the output", right, own, inputs, part, scale=scale)
     # Keys and values in forward and again in backward, and their gradients all the way round; sent and received.
-    most, moved = 2 * (2 * (world - 1) + world) * 2 * parts[0].own.numel(), counts["elements"]
+    most, moved = 2 * (2 * (world - 1) + world) * 2 * heads * 4 * dim, counts["elements"]
     hold(not counted or moved <= most, f"messages had {moved} elements, sent and received; a ring needs {most}")
 
 
@@ -147,24 +139,21 @@ def _experts(module: ModuleType, group: Group, crowd: bool = False, absent: bool
     `absent`: the last rank has no rows."""
     rank, world, local, dim = group.rank(), group.size(), 2, 3
     sizes = [0 if absent and each == world - 1 else 5 + 3 * each for each in range(world)]
-    rows = Part(_random(sum(sizes), dim), group, sizes=sizes)
-    weights = Part(_random(local * world, dim, dim, seed=1), group)
+    of_rows, computed = split(group, 0, sizes), [0] * local
     chosen = torch.randint(local * world, (sum(sizes),), generator=torch.Generator().manual_seed(2))
     chosen = torch.ones_like(chosen) if crowd else chosen
-    factors = _random(sum(sizes), dim, seed=3)
-    want = torch.tanh(torch.einsum("nd,nde->ne", rows.whole, weights.whole[chosen]))
-    (want * factors).sum().backward()
-    computed = [0] * local
 
-    def expert(number: int, given: Tensor) -> Tensor:
-        computed[number] += len(given)
-        return torch.tanh(given @ weights.own[number])
+    def own(rows: Tensor, weights: Tensor) -> Any:
+        def expert(number: int, given: Tensor) -> Tensor:
+            computed[number] += len(given)
+            return torch.tanh(given @ weights[number])
 
-    y = module.run_experts(rows.own, rows.of(chosen), [partial(expert, number) for number in range(local)])
-    near("the result", y, rows.of(want))
-    (y * rows.of(factors)).sum().backward()
-    rows.near("rows")
-    weights.near("experts")
+        return module.run_experts(rows, of_rows(chosen), [partial(expert, number) for number in range(local)])
+
+    rows, weights = _random(sum(sizes), dim), _random(local * world, dim, dim, seed=1)
+    inputs = {"rows": (rows, of_rows), "experts": (weights, split(group, 0))}
+    right = lambda rows, weights: torch.tanh(torch.einsum("nd,nde->ne", rows, weights[chosen]))  # noqa: E731
+    compare("the result", right, own, inputs, of_rows)
     for number, count in enumerate(computed):
         due = int((chosen == rank * local + number).sum())
         hold(count == due, f"expert {rank * local + number} computed {count} rows, and {due} were sent to it")
@@ -181,26 +170,37 @@ def _is(state: Any, step: int) -> bool:
     )  # fmt: skip
 
 
-def _reload(module: ModuleType, group: Group, killed: bool = False) -> None:
-    """Save and load states one after another, or `killed` saves."""
-    if killed:
-        _killed(module)
-        return
-    with tempfile.TemporaryDirectory(prefix="check-") as name:
-        hold(module.load(Path(name)) is None, "load of an empty folder is not None")
-        module.save(_state(0), Path(name))  # in this process, which reports its error
-        for step in (1, 2, 3):
-            code = _forked(partial(module.save, _state(step), Path(name)))  # so that the folder alone has the state
-            hold(code == 0, f"the save of step {step} fails")
-            hold(_is(module.load(Path(name)), step), f"load after the save of step {step} gives something else")
-
-
 def _forked(act: Callable[[], object]) -> int:
     """Exit code of another process that calls a function: 1 if that raises, negative if it is killed."""
     process = get_context("fork").Process(target=act)
     process.start()
     process.join()
     return process.exitcode or 0
+
+
+def _reload(module: ModuleType, group: Group, killed: bool = False) -> None:
+    """Save and load states one after another; or, `killed`, kill a forked process before some of the lines that a save
+    runs, drawn from the student's file and from all."""
+    with tempfile.TemporaryDirectory(prefix="check-") as name:
+        folder = Path(name)
+        if not killed:
+            hold(module.load(folder) is None, "load of an empty folder is not None")
+            module.save(_state(0), folder)  # in this process, which reports its error
+            for step in (1, 2, 3):
+                code = _forked(partial(module.save, _state(step), folder))  # so that the folder alone has the state
+                hold(code == 0, f"the save of step {step} fails")
+                hold(_is(module.load(folder), step), f"load after the save of step {step} gives something else")
+            return
+        for _ in range(2):  # the first one also imports
+            module.save(_state(1), folder)
+            lines = _traced(module, folder)
+    own, draw = [number for number, (name, _) in enumerate(lines) if name == module.__file__], random.Random(0)
+    for number in sorted({*draw.sample(own, min(len(own), 60)), *draw.sample(range(len(lines)), min(len(lines), 20))}):
+        with tempfile.TemporaryDirectory(prefix="check-") as name:
+            module.save(_state(1), Path(name))
+            _forked(partial(_traced, module, Path(name), last=number))
+            file, line = lines[number]
+            _hold_whole(module, Path(name), f"killed before line {line} of {Path(file).name}")
 
 
 def _traced(module: ModuleType, folder: Path, last: int | None = None) -> list[tuple[str, int]]:
@@ -223,31 +223,15 @@ def _traced(module: ModuleType, folder: Path, last: int | None = None) -> list[t
     return lines
 
 
-def _killed(module: ModuleType) -> None:
-    """Kill a forked process before some of the lines that a save runs, drawn from the student's file and from all."""
-    with tempfile.TemporaryDirectory(prefix="check-") as name:
-        for _ in range(2):  # the first one also imports
-            module.save(_state(1), Path(name))
-            lines = _traced(module, Path(name))
-    own = [number for number, (name, _) in enumerate(lines) if name == module.__file__]
-    draw = random.Random(0)
-    for number in sorted({*draw.sample(own, min(len(own), 60)), *draw.sample(range(len(lines)), min(len(lines), 20))}):
-        with tempfile.TemporaryDirectory(prefix="check-") as name:
-            module.save(_state(1), Path(name))
-            _forked(partial(_traced, module, Path(name), last=number))
-            file, line = lines[number]
-            _hold_whole(module, Path(name), f"killed before line {line} of {Path(file).name}")
-
-
 def _hold_whole(module: ModuleType, folder: Path, where: str) -> None:
     """The last whole state is loaded, and another save works in spite of what the killed one left."""
-    for saves, steps, raises, otherwise in (
-        (False, (1, 2), "load raises", "what is loaded is the state of no step"),
-        (True, (3,), "the next save and load raise", "after the next save an older state is loaded"),
-    ):
+    for save, steps, raises, otherwise in (
+        (lambda: None, (1, 2), "load raises", "what is loaded is the state of no step"),
+        (lambda: module.save(_state(3), folder), (3,), "the next save and load raise",
+         "after the next save an older state is loaded"),
+    ):  # fmt: skip
         try:
-            if saves:
-                module.save(_state(3), folder)
+            save()
             state = module.load(folder)
         except Exception as error:
             raise BrokenPromiseError(f"{where}: {raises} {type(error).__name__}") from None

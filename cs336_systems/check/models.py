@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def fail(gradient: Tensor) -> None:
-    """Raises ArithmeticError, as a hook of a tensor in backward."""
-    raise ArithmeticError("a backward that fails")
-
-
 class Net(nn.Module):
     """Tied embedding and head, a layer that is used twice, layers that a call may leave out, a scalar, a buffer; the
     first, second and fourth can be switched off."""
@@ -62,6 +57,10 @@ class Net(nn.Module):
         else:
             keep.append(side)  # an output that the loss does not use
         x = self.norm(x) * self.scale
+
+        def fail(gradient: Tensor) -> None:
+            raise ArithmeticError("a backward that fails")
+
         if boom:
             (x if boom == "early" else first).register_hook(fail)  # early in backward, or late
         return self.head(self.last(x))

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cs336_systems.check.cases import Case, training
+from cs336_systems.check.cases import UNIT_ROUNDOFF, Case, largest, likely_bound, training
 from cs336_systems.check.models import Program, Replica, Run
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, largest, likely_bound
 
 Key = tuple[int, str, str]  # step, kind of tensor, name
 KINDS = ("buffer", "loss", "gradient", "norm", "weight")  # in the order in which a step computes them
@@ -41,6 +40,10 @@ class Notes:
             number += 1
             key = (step, kind, f"{name} no. {number}".strip())
         self.tensors[key] = copied(tensor)
+
+    def of(self, step: int, kind: str) -> dict[str, Tensor]:
+        """Tensors of a kind in a step by name."""
+        return {key[2]: tensor for key, tensor in self.tensors.items() if key[:2] == (step, kind)}
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -184,7 +187,7 @@ class Evidence:
         self.world = len(self.got)
         dtypes = {torch.float64, *(p.dtype for p in self.case.module(0, 0).parameters())}
         self.lowest = max(dtypes & UNIT_ROUNDOFF.keys(), key=UNIT_ROUNDOFF.__getitem__)
-        self.order = [name for step, kind, name in self.want[0].tensors if (step, kind) == (-1, "weight")]
+        self.order = [*self.want[0].of(-1, "weight")]
         self.in_step = self._differ("gradient") and not self._differ("weight")  # the optimizer reduces the gradients
         for tensors in [notes.tensors for notes in self.got if self.in_step]:
             for key in [key for key in tensors if key[1] == "gradient"]:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from cs336_systems.check.candidates import BATCH, ENDED, Candidate, accepted, called, exits_raised, line_of
 from cs336_systems.check.cases import FIRST, Case
-from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.models import Run
 from cs336_systems.check.oracle import Notes, ObservedRun, reference, whole_of
+from cs336_systems.check.targets import late_collectives
 from cs336_systems.comm import Group, Place, all_gather, all_reduce, distributed, tell_environment
 from cs336_systems.comm.launch import has_autograd_threads, run_ranks
 from cs336_systems.errors import UserError

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from cs336_systems.check.candidates import OWN_OPTIMIZER, Candidate, called, candidate
-from cs336_systems.check.cases import CASES, DIED, FIRST, Case, clipped
+from cs336_systems.check.cases import CASES, DIED, FIRST, Case, bound, clipped
 from cs336_systems.check.diagnosis import Diagnosis, diagnose
 from cs336_systems.check.oracle import Notes, Wrong
 from cs336_systems.check.ranks import HUNG, BrokenPromiseError, clean_torch, is_gone, references, run_cases
-from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
@@ -147,8 +146,13 @@ def _judge(case: Case, want: dict[str, list[Notes]], got: list[Notes]) -> list[V
     for name, says in OFFERED.items():
         if any(name in error and "AttributeError" in error for error in errors):
             return [Verdict(case.name, ABSENT, says, case.page)]
-    if case.error:
-        return [_refusal(case, errors)]
+    if case.error:  # right if every remaining rank raises one
+        left = errors[:-1] if case.name == "a rank that dies" else errors
+        if not (gone := [each for each in left if is_gone(each) or not each]):
+            return [Verdict(case.name, RIGHT, first_error(left))]
+        silent = ", ".join(str(rank) for rank, each in enumerate(left) if not each)
+        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {silent}"
+        return [Verdict(case.name, WEAK, says, case.page)]
     evidence = Diagnosis(case, want[case.name], got)
     found = [] if any(map(is_gone, errors)) and case.name == FIRST.name else evidence.wrong()
     first = [Wrong(*each[:5], *evidence.cause(each)) for each in found if each.moment == found[0].moment]
@@ -187,16 +191,6 @@ def _verdict(evidence: Diagnosis, errors: list[str], found: list[Wrong]) -> Verd
     if status in (FAILED, REFUSED) and says.startswith(BROKEN):  # it runs, but breaks a condition of the exercise
         return Verdict(case.name, WRONG, says.removeprefix(BROKEN))
     return Verdict(case.name, status, says, DIED if is_gone(error) else case.page)
-
-
-def _refusal(case: Case, errors: list[str]) -> Verdict:
-    """Judge a program that cannot be carried out: right if every remaining rank raises an error."""
-    left = errors[:-1] if case.name == "a rank that dies" else errors
-    if gone := [each for each in left if is_gone(each) or not each]:
-        silent = ", ".join(str(rank) for rank, each in enumerate(left) if not each)
-        says = "it hangs" if HUNG in gone else gone[0] or f"no error on rank {silent}"
-        return Verdict(case.name, WEAK, says, case.page)
-    return Verdict(case.name, RIGHT, first_error(left))
 
 
 def first_error(errors: list[str]) -> str:

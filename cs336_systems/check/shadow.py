@@ -11,9 +11,8 @@ memory that nobody has written to is P. Over all ranks of the group
     broadcast                 gives R; P stays P, since it is one rank's part of a sum
 
 Rows are P, and weights that each rank has drawn itself are V. A weight that an optimizer has updated must not be P, as
-it is after an update by a gradient that is P, and a weight that a layer uses must be R. Not seen: factors, waits, sums
-that are made of messages, an optimizer that averages weights instead of gradients, and one that gathers shards that it
-has updated by its own rank's gradient, by hand: compare the numbers.
+it is after an update by a gradient that is P, and a weight that a layer uses must be R. docs/check.md#types lists what
+is not seen.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.check.candidates import Candidate, line_of
 from cs336_systems.check.cases import CASES, FIRST, Case
@@ -39,6 +37,7 @@ from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Re
 from cs336_systems.check.targets import TYPED_RANKS
 from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
+from cs336_systems.host.observe import tensors
 
 R, V, P = range(3)
 NAMES = {"R": "Replicate (R)", "I": "Invariant (I)", "V": "Varying (V)", "P": "Partial (P)"}
@@ -58,11 +57,6 @@ def refusal(what: str, have: str, need: str, axis: str, why: str = "") -> Refuse
 
 class MessagesError(UserError):
     """A collective or message whose result has no type, since its purpose is not known."""
-
-
-def tensors(x: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
-    return [each for each in tree_leaves(x) if isinstance(each, Tensor)]
 
 
 class Shadow(TorchDispatchMode):
@@ -100,10 +94,10 @@ class Shadow(TorchDispatchMode):
             return y
         found = self._result(func, args, {key: value for key, value in kwargs.items() if key != "out"})
         written = [x for given, x in zip(func._schema.arguments, args, strict=False) if given.is_write]
-        written = tensors((written, kwargs.get("out")))
-        before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        before = {x.untyped_storage()._cdata for x in tensors(*args, *kwargs.values())}
         y = func(*args, **kwargs)
-        for each in (*written, *(x for x in tensors(y) if x.untyped_storage()._cdata not in before)):
+        made = (x for x in tensors(y) if x.untyped_storage()._cdata not in before)
+        for each in (*tensors(written, kwargs.get("out")), *made):
             self.types(each).copy_(found)
         return y
 
@@ -114,7 +108,7 @@ class Shadow(TorchDispatchMode):
             return torch.tensor(P, dtype=torch.uint8)
         if name in ("cat", "stack"):
             return func([self.types(x) for x in args[0]], *args[1:], **kwargs)
-        found = [self.types(x) for x in tensors((args[name in FRESH :], kwargs))]
+        found = [self.types(x) for x in tensors(*args[name in FRESH :], *kwargs.values())]
         if not (torch.Tag.pointwise in func.tags or name in (*FRESH, "clone", "_to_copy")) or "foreach" in name:
             found = [each.max() for each in found if each.numel()]
         return reduce(torch.maximum, found, torch.tensor(R, dtype=torch.uint8))
@@ -177,8 +171,8 @@ class Weights(Shadow):
 
 def _lies_in(x: Tensor, other: Tensor) -> bool:
     """True if a tensor's memory is another's, or a part of it."""
-    first, start = x.data_ptr(), other.data_ptr()
-    return start <= first and first + x.nbytes <= start + other.nbytes
+    offset = x.data_ptr() - other.data_ptr()
+    return 0 <= offset <= other.nbytes - x.nbytes
 
 
 def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = TYPED_RANKS) -> Report:

@@ -8,8 +8,7 @@ The rules are those of spmd_types (PyPI). A module runs as rank 0 of a fake grou
 memory. A weight with a `partition_dim` is V. In a linear layer, one that is split by outputs (0) needs an input of type
 R; one that is split by inputs (1) gives P.
 
-Not seen: an Exchange, a gather of keys or a message of the ring that is left out, since a V does not say whose rows it
-holds. What is reduced after backward is typed in check/shadow.py.
+What is reduced after backward is typed in check/shadow.py. docs/check.md#types lists what is not seen.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -87,7 +87,8 @@ def _place(node: Node, parent: Place) -> Place:
     span, up, (frame, base) = node.span, node.parent, parent
     if up and up.span.name == ENGINE + span.name:
         return parent
-    paint = _paint(node, parent)
+    paint = node.direction if base or node.direction == "backward" else node.phase
+    paint = "communication" if node.collective or node.phase == "synchronise" else paint
     if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
         engine, name = base or frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
         return _descend(engine, node.modules).child(name, "backward", is_operator=True), engine
@@ -113,9 +114,3 @@ def _module_name(path: str, outer: str, kind: str) -> str:
     """A module's name relative to the one around it, with its class if that helps."""
     name = without_layer_numbers(path).removeprefix(f"{without_layer_numbers(outer)}.")
     return f"{name} ({kind})" if name in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", name) else name
-
-
-def _paint(node: Node, parent: Place) -> str:
-    if node.collective or node.phase == "synchronise":
-        return "communication"
-    return node.direction if parent[1] or node.direction == "backward" else node.phase

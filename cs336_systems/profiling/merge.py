@@ -119,15 +119,16 @@ def _arrows_inside(trace: Trace, lines: dict[Lane, Line]) -> Iterator[Arrow]:
 
 def _arrows_between(traces: list[Trace], slices: Slices) -> Iterator[Arrow]:
     """Arrows from the last rank that joined a collective to the end of it on each of the others; a nanosecond inside,
-    and outside of their children, as a viewer attaches an arrow to the innermost slice at its time."""
+    and outside of their children if there is time, as a viewer attaches an arrow to the innermost slice at its time."""
     for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
         if joined := slices.get(id(matched.spans[last])):
             (node, line), ends = joined, [slices[id(span)] for span in leaving if id(span) in slices]
-            begin = node.span.start + 1
+            begin = first = node.span.start + 1
             for child in node.children:
-                begin = child.end if child.span.start <= begin < child.end < node.end else begin
+                begin = child.end if child.span.start <= begin < child.end else begin
+            begin = begin if begin < min([node.end, *(end.end for end, _ in ends if end.end > first)]) else first
             yield "collective", matched.key, (begin, line), [(_leaving(end, begin), line) for end, line in ends]
 
 

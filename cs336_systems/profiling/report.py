@@ -54,7 +54,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
             written += (timeline := write_timeline(traces, folder / "timeline.svg"))
             if not timeline:
                 console.print(NO_TIMELINE, markup=False)
-        shown = LiteralConsole(record=True, file=StringIO(), width=150)
+        shown = LiteralConsole(record=True, file=StringIO(), width=250)
         for out in (shown, console):
             show(traces, out)
             if len(traces) > 1:

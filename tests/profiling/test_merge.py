@@ -72,13 +72,14 @@ def test_arrows_never_point_back_nor_to_a_child():
     traces = [trace(0, gloo(0, 10, "gloo:broadcast")), trace(1, gloo(20, 30, "gloo:broadcast"))]
     assert of(merge(traces), "sf") == []
 
-    def reduced(child: tuple[float, float], last: tuple[float, float]) -> list[float]:
-        inside = [[slice_("aten::div_", *times, GLOO)] for times in (child, last)]
-        merged = merge([trace(rank, gloo(10 * rank, 50), *inside[rank], host="one") for rank in range(2)])
+    def reduced(child: tuple[float, float], last: tuple[float, float], end: float = 50) -> list[float]:
+        slices = (gloo(0, end), slice_("aten::div_", *child, GLOO)), (gloo(10, 50), slice_("aten::div_", *last, GLOO))
+        merged = merge([trace(rank, *each, host="one") for rank, each in enumerate(slices)])
         return [e["ts"] for e in of(merged, "sf")]
 
     assert reduced((40, 50), (10, 20)) == [20.0, 39.999]
     assert reduced((5, 50), (10, 50)) == [10.001, 49.999], "where children leave no room"
+    assert reduced((1, 2), (10, 45), 44) == [10.001, 43.999], "or only after another rank has left"
 
 
 def test_gpus_of_several_ranks_stay_apart():

@@ -76,6 +76,9 @@ def test_a_report_without_matplotlib_has_everything_but_pictures(tmp_path, monke
     others = {"tables.md", "overlap.md", "memory.md"}
     assert {path.name for path in tmp_path.iterdir()} == {*others, "index.html", "merged.trace.json.gz"}
     assert "<img" not in (tmp_path / "index.html").read_text()
+    report.write_report(tmp_path, [trace(*GPU, event("aten::a_long_name_" * 9, 1e5, 1e7))], console)
+    lines = (tmp_path / "index.html").read_text().splitlines()
+    assert any("self CPU %" in line and "FLOP/s" in line for line in lines), "heads of a GPU's operators in one line"
 
 
 def test_ranks_without_a_common_step_have_a_report_without_timeline(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, likely_bound
+from cs336_systems.check.cases import UNIT_ROUNDOFF, bound, likely_bound
 
 __all__ = ["UNIT_ROUNDOFF", "bound", "likely_bound", "relative_error"]
 
