@@ -74,9 +74,7 @@ def fit(
 ) -> Calibration:
     """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
     If the data scatter about the fit by more than `noise`, the scatter becomes the noise, so that they count less, and
-    the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
-    if not observations:
-        raise UserError("there is nothing to fit to: no run has a measured time")
+    the fit is repeated. Raises UserError for an unknown constant, and where all of them are zero."""
     names, least, count = _fitted(prior, which), noise, len(observations)
     weights = np.ones(count)
 
@@ -106,9 +104,9 @@ def fit(
             break
         noise, weights = scatter, new
         x = _descend(weighted, x)
+    zeros = tuple(name for name in NAMES if name in which and name not in names)
     spreads = dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True))
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
-    zeros = tuple(name for name in NAMES if name in which and name not in names)
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
 
 
@@ -116,14 +114,10 @@ def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:
     """The constants of `which` that are not zero."""
     if unknown := [name for name in which if name not in NAMES]:
         raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    if not which:
-        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
-    names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
-    if not names:
-        raise UserError(
-            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
-        )
-    return names
+    if names := tuple(name for name in NAMES if name in which and getattr(prior, name) > 0):
+        return names
+    changes = "zero before the fit, which changes constants by factors; nothing else is to be fitted"
+    raise UserError(f"{', '.join(which)}: {changes}")
 
 
 def _slopes(weighted: Residuals, x: Array) -> Array:

@@ -26,12 +26,10 @@ _LONG = 4096  # tokens; scores of longer sequences do not fit into memory
 
 @dataclass(frozen=True)
 class LogOptions:
-    """A user's options about logged runs: their machine, model and plan where a log has no arguments, and each
-    option of the command line by its name in `ModelOptions` and `PlanOptions`."""
+    """A user's options about logged runs: their machine, and options of the command line by their names in
+    `ModelOptions` and `PlanOptions`."""
 
     system: System | None = None
-    model: ModelConfig | None = None
-    plan: Plan | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -39,7 +37,10 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """The run that a log describes, on the given machine, which no log names. Raises UserError, naming the run, for
     what neither log nor user gives, and for contradictions."""
     if not any(name in logged.arguments for name in _SHAPE.values()):
-        return _bare(logged, given)
+        raise UserError(
+            f"{logged.name} has times, but not the arguments of Megatron-LM: write it into a list of runs instead, as "
+            "in docs/cost.md"
+        )
     said = {_ARGUMENTS[name]: str(value) for name, value in given.options.items() if name in _ARGUMENTS}
     said |= {"group_query_attention": "True"} if "num_kv_heads" in given.options else {}
     logged = replace(logged, arguments=logged.arguments | said)
@@ -79,30 +80,6 @@ def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
         f"attention {'unfused' if config.attention == 'naive' else 'fused'} ({why}), {again} recomputed, gradients "
         f"summed {sums[plan.overlap]}, ZeRO {plan.zero}, {8 * plan.width}-bit numbers"
     )
-
-
-def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
-    """A run whose log has times, and perhaps a line of degrees, but no arguments."""
-    options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
-    said = {axis: logged.number(*_NUMBERS[axis].split()) for axis in ("tp", "pp", "cp", "dp")}
-    said |= {"global_batch": logged.batch}
-    said = {name: value for name, value in said.items() if value and name not in options}
-    unsaid = [name for name in ("tp", "pp", "dp", "micro_batch_size") if name not in said and name not in given.options]
-    flags = ", ".join(map(flag, unsaid))
-    if given.model is None or given.plan is None or given.system is None:
-        missing = ["--size (what ran)"] * (given.model is None)
-        missing += ["--system (on what machine)"] * (given.system is None)
-        raise UserError(
-            f"{logged.name} has times, but not the arguments of Megatron-LM: give {' and '.join(missing)}"
-            f"{f'; not given either, and then 1: {flags}' if flags else ''}"
-        )
-    plan, seq = given.plan.override(**said), given.model.context_length
-    plan.check(given.model, seq)
-    seconds = logged.seconds
-    if seconds is None and logged.sample_ms:
-        seconds = logged.sample_ms * plan.global_batch / 1e3
-    notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
-    return TrainingRun(given.model, plan, seq, given.system, logged.name, seconds, notes)
 
 
 def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
