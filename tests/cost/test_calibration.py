@@ -175,7 +175,7 @@ def test_what_the_command_refuses(tmp_path, capsys):
     log_file = tmp_path / "bare.log"
     log_file.write_text(" iteration 20/ 100 | elapsed time per iteration (ms): 232.5 | global batch size: 32 |\n")
     for arguments, words in (
-        ([str(log_file), "--system", "A100-40GB"], "write it into a list of runs instead"),
+        ([str(log_file), "--system", "A100-40GB"], "write the run into a list instead"),
         ([str(log_file), "--out", str(tmp_path / "no" / "c.json")], "cannot write"),
         ([str(NOTES), "--system", "A100-40GB", "--only", "hots"], "no constant is called hots"),
     ):

@@ -223,7 +223,7 @@ def test_questions_of_the_course(printed):
         (("table", "--constants", "nowhere.json"), "cannot read nowhere.json"),
         (("explain", "everything"), "nothing is called 'everything'; choose from step, rings"),
         (("explain", "rings", "N=0"), "N must be a number above 0"),
-        (("fit", "runs.json", "--tp", "2", "--size", "xl"), "--size is for logs: runs in runs.json say it themselves"),
+        (("fit", "runs.json", "--vocab-size", "9"), "--vocab-size is for logs: runs in runs.json say it themselves"),
         (("predict",), "No such command 'predict'"),
         (("step", "--size", "small", "--d-ff", "9" * 320), "--d-ff has 320 digits: give 10^15 at most"),
         (("table", "--preset", "seed", "--pp", "2"), "the notebook has sizes of its own: leave out --pp"),

@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import read_measured
+from cs336_systems.cost.fitting.observations import LogOptions, read_measured
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.errors import UserError
 from cs336_systems.presets import model_preset

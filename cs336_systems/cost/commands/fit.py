@@ -10,16 +10,16 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.request import on_command_line, take
-from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
+from cs336_systems.cost.commands.settings import FILE, MachineOptions, count
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
-from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import Observation, read_measured
+from cs336_systems.cost.fitting.observations import LogOptions, Observation, read_measured
 from cs336_systems.cost.machines import NAMES, Constants, System, check_out, load_constants, write_json
 from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import new_table, print_page
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, flag, options, setting
+from cs336_systems.presets import Attention
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # factor, too long or too short, that no constants explain
@@ -27,31 +27,30 @@ FAR = 2.0  # factor, too long or too short, that no constants explain
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of `fit`: constants to fit, and where to write them."""
+    """Options of `fit`: constants to fit, where to write them, and what a log may lack."""
 
     only: str | None = setting(None, f"Constants to fit, of {', '.join(NAMES)}.  [default: all]")
     out: Path | None = setting(None, "File to write the constants to.", type=FILE)
+    attention: Attention | None = setting(None, "How attention ran, where a log does not say.")
+    vocab_size: int | None = count("Tokens of the vocabulary, where a log does not say.")
 
 
 @click.command("fit")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@options(FitOptions, MachineOptions, ModelOptions, PlanOptions)
+@options(FitOptions, MachineOptions)
 @click.pass_context
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), training logs of this project
     (.jsonl).
 
-    No log names its machine: give --system. Options of model and plan give what a log lacks, and override it; lists of
-    runs say all themselves. The fit starts from --constants, or from those of the runs' stack.
+    No log names its machine: give --system. The fit starts from --constants, or from those of the runs' stack.
     """
     named, asked, machine = on_command_line(context), take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
-    system = machine.machine() if named & {"system", "machine_file"} else None
-    parts = take(ModelOptions, kwargs), take(PlanOptions, kwargs)
-    said = {name: value for part in parts for name, value in asdict(part).items() if name in named}
-    if said and all(file.suffix == ".json" for file in files):
+    if (said := named & {"attention", "vocab_size"}) and all(file.suffix == ".json" for file in files):
         raise UserError(f"{flag(min(said))} is for logs: runs in {files[0]} say it themselves; change it there")
-    given = LogOptions(system, said)
+    system = machine.machine() if named & {"system", "machine_file"} else None
+    given = LogOptions(system, asked.attention, asked.vocab_size)
     found = [each for file in files for each in read_measured(file, given)]
     if not found:
         raise UserError("there is nothing to fit to: no file has a time that the model predicts")

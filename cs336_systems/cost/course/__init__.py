@@ -57,8 +57,7 @@ def defaults(name: str) -> str:
 
 
 def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
-    """`["N=16", "size=xl"]` as the numbers of `question`. Raises UserError for what is not NAME=VALUE, and for a name
-    that is given twice."""
+    """`["N=16", "size=xl"]` as the numbers of `question`. Raises UserError for another form, and for a name twice."""
     found: dict[str, float | str] = {}
     for setting in settings:
         name, _, value = setting.partition("=")

@@ -6,10 +6,8 @@ value before the fit, with a stated standard deviation, its width. The fit is th
     minimise over x:  sum over data weight (log(predicted / measured) / noise)^2  +  sum over constants (x / width)^2,
 
 with x the logarithm of a constant over its prior value, found by the method of Levenberg and Marquardt (Marquardt,
-SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. A constant that the data do not
-determine stays at its prior value, with the prior's uncertainty. A run whose error is more than FAR times that of the
-others weighs less, by the square of the ratio: something else slowed it down (iteratively reweighted least squares;
-Holland and Welsch, Comm. Stat. A6(9), 1977).
+SIAM J. 11(2), 1963). A run whose error is more than FAR times that of the others weighs less, by the square of the
+ratio, as something slowed it down (iteratively reweighted least squares; Holland and Welsch, Comm. Stat. A6(9), 1977).
 
 The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error that each
 prediction would have without its own measurement: r / (1 - h), for a residual r and its leverage h, exact where the
@@ -127,9 +125,8 @@ def _slopes(weighted: Residuals, x: Array) -> Array:
 
 
 def _minimum(weighted: Residuals, count: int, width: float) -> Array:
-    """Minimise from the prior; if the data do not determine a constant there, also from a larger and a smaller value.
-    While the device is busy longer than the host, for example, a somewhat slower host changes nothing, but a much
-    slower one does."""
+    """Minimise from the prior; if the data do not determine a constant there, also from a larger and a smaller value: a
+    somewhat slower host, for example, changes nothing while the device is busy longer, but a much slower one does."""
     start = np.zeros(count)
     best, here = _descend(weighted, start), weighted(start)
     slopes = _slopes(weighted, best)

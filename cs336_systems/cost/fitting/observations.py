@@ -3,35 +3,49 @@
 Times come from lists of runs and from training logs (`cost/logs.py`). Megatron-LM times a step's parts on the last
 rank, or prints the largest over all ranks. Two of them have a prediction: computing, and the sum of gradients over
 replicas.
+
+A missing argument of a log has the value of the versions that lack it. How attention ran follows from several arguments
+or from none, so a note on the run states the conclusion, and a user may say otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, log
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from cs336_systems.cost.fitting.logged_runs import LogOptions, logged_run
 from cs336_systems.cost.logs import LoggedRun, read_log, read_train_log
-from cs336_systems.cost.machines import Constants
+from cs336_systems.cost.machines import Constants, System
 from cs336_systems.cost.operator_time import group_seconds
 from cs336_systems.cost.plan import OPTIONS, Plan
-from cs336_systems.cost.runs import TrainingRun, read_runs
+from cs336_systems.cost.runs import KEYS, TrainingRun, read_run, read_runs
 from cs336_systems.cost.step_time import replica_groups, stage_kinds, stage_seconds, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular
-from cs336_systems.presets import Mixture, ModelConfig
+from cs336_systems.presets import Attention, Mixture, ModelConfig
 
 # Timers of gradient reduction in versions 2.0 to 2.7, in 3.0 to core 0.4, and since then.
 _GRADIENTS = ("backward-params-all-reduce", "grads-all-reduce", "all-grads-sync")
 _WIDTHS = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an activation by precision
+_NUMBERS = KEYS["megatron"]
+_NEEDED = ("h", "L", "a", "s", "mbs")
+_LONG = 4096  # tokens; scores of longer sequences do not fit into memory
+INSTEAD = "write the run into a list instead, as in docs/cost.md"
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What a log may lack: the machine, how attention ran, and the length of the vocabulary."""
+
+    system: System | None = None
+    attention: Attention | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Measured seconds of one thing in a run, and their prediction given the constants. Raises UserError for a time
-    that is not positive and finite."""
+    """Measured seconds of one thing in a run, positive and finite, and their prediction given the constants."""
 
     run: TrainingRun
     what: Literal["step", "compute", "gradients"]
@@ -136,3 +150,93 @@ def _of_training(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
     run = TrainingRun(model, plan, row["seq"], given.system, logged.name, logged.seconds)
     yield from observe_step(run)
     yield from observe_timers(run, logged.timers())
+
+
+def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
+    """The run that a log describes, on the given machine, which no log names. Raises UserError, naming the run, for
+    what neither log nor user gives, and for contradictions."""
+    numbers = {key: logged.number(*names.split()) for key, names in _NUMBERS.items()}
+    if lacking := [_NUMBERS[key].split()[0] for key in _NEEDED if numbers[key] is None]:
+        raise UserError(f"{logged.name} does not have Megatron-LM's arguments {', '.join(lacking)}: {INSTEAD}")
+    if given.system is None:
+        raise UserError(f"{logged.name}: a log does not say on what machine it was written: give --system")
+    fused, why = _fused(logged, given)
+    run = read_run(_row(logged, given, numbers) | {"gpu": given.system.name, "attention": fused}, logged.name)
+    config = run.config
+    if "bert" in logged.arguments.get("tokenizer_type", "").lower():
+        config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
+    elif logged.says("untie_embeddings_and_output_weights"):
+        config = config.override(tied_head=False)
+    every = logged.number("moe_layer_freq")
+    if numbers["experts"] and logged.says("moe_layer_freq") and every is None:
+        raise UserError(f"{logged.name}: moe_layer_freq {logged.arguments['moe_layer_freq']} is no number: {INSTEAD}")
+    config = config.override(expert_every=every or 1)
+    overlap = "all" if logged.says("tp_comm_overlap") else "data" if logged.says("overlap_grad_reduce") else "none"
+    plan = run.plan.override(overlap=overlap, width=2 if logged.says("fp16") or logged.says("bf16") else 4)
+    notes = (_taken(config, plan, why),)
+    return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=notes)
+
+
+def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
+    """Note on a conclusion from arguments that leave room for doubt."""
+    again = {"none": "nothing", "attention": "attention's core", "segments": "blocks"}[config.recompute]
+    sums = {"none": "after backward", "data": "behind backward", "all": "behind backward, tensor-parallel parts too"}
+    return (
+        f"attention {'unfused' if config.attention == 'naive' else 'fused'} ({why}), {again} recomputed, gradients "
+        f"summed {sums[plan.overlap]}, ZeRO {plan.zero}, {8 * plan.width}-bit numbers"
+    )
+
+
+def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
+    """("flash" or "unfused", why): by the user's option, the log's arguments, or the length of the sequence."""
+    asked, arguments = given.attention, logged.arguments
+    layers = arguments.get("transformer_impl", "None").lower()
+    backend = arguments.get("attention_backend", "None").rsplit(".", 1)[-1].lower()
+    seq = logged.number("seq_length", "encoder_seq_length") or 0
+    flash = backend in ("flash", "fused") or (backend == "auto" and layers == "none")
+    name = "use_flash_attn" if "use_flash_attn" in arguments else "transformer_impl"
+    rules = (
+        (asked, "unfused" if asked == "naive" else "flash", f"--attention {asked}"),
+        (logged.says("use_flash_attn"), "flash", "use_flash_attn"),
+        (backend in ("unfused", "local"), "unfused", f"attention_backend {backend}"),
+        (layers == "transformer_engine", "flash", f"transformer_impl {layers}"),
+        (flash, "flash", f"attention_backend {backend}"),
+        (name in arguments and (name == "use_flash_attn" or layers != "none"), "unfused",
+         f"{name} {arguments.get(name)}"),
+        (seq > _LONG, "flash", f"assumed, since no argument says, of {seq} tokens"),
+        (True, "unfused", "assumed, since no argument says; else give --attention flash"),
+    )  # fmt: skip
+    return next((kind, why) for holds, kind, why in rules if holds)
+
+
+def _row(logged: LoggedRun, given: LogOptions, numbers: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a list of runs."""
+    tp, pp, cp = (numbers[axis] or 1 for axis in ("tp", "pp", "cp"))
+    world = logged.number("world_size") or tp * pp * cp
+    dp = numbers["dp"] or world // (tp * pp * cp)
+    if tp * pp * cp * dp != world:
+        raise UserError(f"{logged.name}: world_size {world} is not tp {tp} x pp {pp} x cp {cp} x dp {dp}")
+    words = given.vocab_size or logged.vocabulary()
+    if words is None:
+        raise UserError(f"{logged.name} does not say how many words its vocabulary has: give --vocab-size")
+    micro, layers, within = numbers["mbs"], numbers["L"], logged.number("num_layers_per_virtual_pipeline_stage")
+    # Version 1 has no microbatches: its batch_size is a replica's.
+    older = micro * dp if logged.number("micro_batch_size") is None else None
+    batch = logged.batch or older
+    if batch is None:
+        raise UserError(f"{logged.name} does not say global_batch_size: {INSTEAD}")
+    # By version: `checkpoint_activations`, `activations_checkpoint_method`, then `recompute_granularity`.
+    older_full = logged.says("checkpoint_activations") or logged.says("activations_checkpoint_method")
+    recompute = logged.arguments.get("recompute_granularity", "None")
+    recompute = recompute if recompute in ("full", "selective") else "full" if older_full else "none"
+    return numbers | {
+        **{"V": words, "tp": tp, "pp": pp, "dp": dp, "cp": cp, "gbs": batch},
+        "vpp": numbers["vpp"] or (layers // pp // within if layers and within else 1),
+        "kv": logged.number("num_query_groups") if logged.says("group_query_attention") else None,
+        "top_k": numbers["top_k"] if numbers["experts"] else None,
+        "gated": logged.says("swiglu"),
+        "recompute": recompute,
+        "sp": logged.says("sequence_parallel"),
+        "fp8": logged.says("fp8"),
+        "zero": int(logged.says("use_distributed_optimizer")),
+    }

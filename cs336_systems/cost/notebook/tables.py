@@ -1,11 +1,8 @@
-"""The roofline notebook that this model grew from, digit for digit: the FLOPs of each operator of a transformer layer,
-the bytes that it reads, writes, keeps and sends on one GPU of a tensor-parallel group, a roofline time for each, totals
-over the layers, and the share of the forward time that is communication; its mistakes and omissions.
+"""The roofline notebook that this model grew from, digit for digit, and its mistakes.
 
-It has only closed forms, nothing is fitted. An operator takes the longer of its arithmetic and its memory traffic, plus
-its collective, which nothing hides. `differences.toml` lists what is wrong; `cost/` is the corrected model. The
-notebook is `transformer_estimates.ipynb` of github.com/ShashankSubramanian/transformer-perf-estimates in its state of
-January 2024, later arXiv:2410.00273.
+An operator takes the longer of its arithmetic and its memory traffic, plus its collective, which nothing hides.
+`differences.toml` lists what is wrong; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 
 from dataclasses import dataclass
