@@ -40,8 +40,7 @@ class FitOptions:
 @options(FitOptions, MachineOptions)
 @click.pass_context
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
-    """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), training logs of this project
-    (.jsonl).
+    """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), logs of this project (.jsonl).
 
     No log names its machine: give --system. The fit starts from --constants, or from those of the runs' stack.
     """
