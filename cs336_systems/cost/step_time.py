@@ -88,10 +88,6 @@ class Seconds(NamedTuple):
     ep: float = 0.0
     messages: float = 0.0
 
-    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """The sum of this and `times` the other."""
-        return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
 
 def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> StepTime:
     """Predict the time of a step. Raises UserError for what does not divide, and for FP8 on a machine without it."""
@@ -150,8 +146,9 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
     for group, count in stage_groups(config, plan, stage):
         for recompute, times in plan.recomputed(config, group, count):
-            total = total.plus(_computing(rank, group, recompute, system), times)
-            total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
+            computing = _computing(rank, group, recompute, system)
+            for each in (computing, _sending(rank, group, recompute, places, plan.overlap, system)):
+                total = Seconds(*(one + times * more for one, more in zip(total, each, strict=True)))
     return total
 
 

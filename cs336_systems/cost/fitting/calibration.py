@@ -17,12 +17,12 @@ model is linear (Allen, Technometrics 16(1), 1974).
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import exp
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.cost.fitting.observations import Observation, log_ratio
+from cs336_systems.cost.fitting.observations import Observation
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants
 from cs336_systems.errors import UserError
 
@@ -82,7 +82,7 @@ def fit(
     @cache  # with other weights and noise the minimisation comes to the same places again
     def ratios(*x: float) -> Array:
         at = constants(x)
-        return np.array([log_ratio(each, at) for each in observations])
+        return np.array([log(each.predict(at) / each.seconds) for each in observations])
 
     def weighted(x: Array) -> Array:
         """Square roots of the summands, by observation and then by constant."""

@@ -10,7 +10,7 @@ or from none, so a note on the run states the conclusion, and a user may say oth
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf, log
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,11 +55,6 @@ class Observation:
     def __post_init__(self) -> None:
         if not 0 < self.seconds < inf:
             raise UserError(f"{self.run.id}: {self.what} took {self.seconds:g} s: times are positive and finite")
-
-
-def log_ratio(each: Observation, constants: Constants) -> float:
-    """log(predicted / measured) with some constants."""
-    return log(each.predict(constants) / each.seconds)
 
 
 def read_measured(path: Path, given: LogOptions) -> list[Observation]:
