@@ -25,7 +25,7 @@ from benchmarks.lib.scaling_record import crowded
 from benchmarks.records import Record
 from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
-from cs336_systems.cost import experts as cost
+from cs336_systems.cost import flops as cost
 from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

@@ -29,7 +29,7 @@ from benchmarks.records import Record
 from cs336_systems.comm import Group, Place, agree, distributed, record
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost import Hardware
-from cs336_systems.cost import experts as cost
+from cs336_systems.cost import flops as cost
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from benchmarks.harness import WrongResultError, gather_times, now, summarise
 from cs336_systems.comm import Mesh, record
 from cs336_systems.cost.capacity import describe_parts
-from cs336_systems.cost.experts import padded_rows
+from cs336_systems.cost.flops import padded_rows
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import ExpertParallel, expert_parallel

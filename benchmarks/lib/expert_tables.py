@@ -10,7 +10,7 @@ from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, exp
 from benchmarks.lib.expert_scores import DECODER
 from benchmarks.lib.sheets import groups, machine, time
 from benchmarks.records import Record, read_records
-from cs336_systems.cost import experts as cost
+from cs336_systems.cost import flops as cost
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.table import Table

@@ -8,8 +8,7 @@ reductions of gradients hide behind the last microbatch's backward.
 
 from collections.abc import Callable, Sequence
 
-from cs336_systems.cost.closed_forms import Link, exposed_seconds
-from cs336_systems.cost.step import Hardware
+from cs336_systems.cost.closed_forms import Hardware, Link, exposed_seconds
 from cs336_systems.layout import Layout, Observation, Transfer, Work
 from cs336_systems.schedule import schedule, simulate
 

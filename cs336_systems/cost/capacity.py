@@ -5,7 +5,7 @@ What a run needs is counted elsewhere (`cost/observed.py`, `train/observation.py
 
 from collections.abc import Callable, Mapping
 
-from cs336_systems.cost.step import MODES, Mode
+from cs336_systems.cost.closed_forms import MODES, Mode
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import Layout
@@ -16,8 +16,7 @@ Needs = Callable[[ModelConfig, int, int, Mode], Mapping[str, int]]
 
 
 def memory(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
-    """Bytes by part at the fullest moment of a pass in fp32 over (batch seq) tokens, counted from the model's own code
-    on fake tensors; their sum is the peak."""
+    """Bytes by part at the fullest moment of a pass in fp32 over (batch seq) tokens; their sum is the peak."""
     from cs336_systems.cost.observed import observe_passes  # torch, which other predictions need not load
 
     return observe_passes(config, batch, seq).memory(mode)

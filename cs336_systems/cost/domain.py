@@ -1,7 +1,6 @@
 """The domain of predictions of time, and one warning for each way in which a request lies outside.
 
-The constants of `machines.py` and of `data/stacks.toml` are fitted to published runs, those of
-`data/published_runs.json` that are marked as fitted. The ranges that they cover are the domain. Outside it the same
+The domain are the ranges of the runs of `data/published_runs.json` to which constants are fitted. Outside it the same
 formulas are used, with an unknown error.
 """
 
@@ -67,8 +66,7 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
 
 
 def time_range(step: StepTime) -> tuple[float, float]:
-    """Range of a step's seconds: four of five runs of the plan's stack fell into it when they were left out of the fit.
-    It is wider outside the domain."""
+    """Range into which four of five runs of the stack fell that were left out of the fit; wider outside the domain."""
     if step.config.num_experts > MANY_EXPERTS:
         return MANY_RANGE[0] * step.total, MANY_RANGE[1] * step.total
     low, high = STACKS[step.plan.stack].range

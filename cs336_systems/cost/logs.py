@@ -1,8 +1,7 @@
 """Read training logs: those of Megatron-LM, version 1 to today's core, and those of `cs336_systems.train`.
 
-A log of Megatron-LM has blocks of arguments, lines of iterations, and timers after them: on one line, or in a table of
-(min, max) over ranks. Notes that quote such logs, with `22.39 ms per sample` beside the timers, are read as well.
-Prefixes of launchers, time stamps, colours and wrapped lines do not matter. Both kinds become a `LoggedRun`.
+A log of Megatron-LM has blocks of arguments, lines of iterations, and timers after them, on one line or in a table of
+(min, max) over ranks. Notes that quote such logs are read as well, and launchers' prefixes, stamps and colours skipped.
 """
 
 import re
@@ -209,10 +208,8 @@ def _read_line(run: LoggedRun, line: str) -> None:
 def read_train_log(text: str, name: str) -> LoggedRun:
     """The run of a log of cs336_systems.train: a line of JSON that says what is trained, then a line per report.
 
-    A run that was resumed says so in a line of the same kind; if it went on in another layout, only what comes after
-    counts. Timers are the last rank's; `notes` has the peak memory, which stands in the last line of a finished run.
-    Raises UserError for another file, and for a log without timers.
-    """
+    If it was resumed in another layout, only what comes after counts. Timers are the last rank's; `notes` has the peak
+    memory of a finished run. Raises UserError for another file, and for a log without timers."""
     header, *lines = json_lines(text, name)
     if missing := [each for each in _HEADER if each not in header]:
         raise UserError(

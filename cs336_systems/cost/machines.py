@@ -2,8 +2,7 @@
 
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
 and for one direction of a link (data sheets count both). The shares of them that programs reach are one set of
-constants for all machines, except `attainable`: the share that the vendor's library reaches on large 16-bit GEMMs at
-the clock that power allows. `probe.py`, which loads torch, is imported only to measure one.
+constants for all machines, except `attainable`, that of the vendor's library at the clock that power allows.
 """
 
 import json
@@ -134,8 +133,8 @@ IDLE = 1 / 7  # of an accelerator's watts: what it draws while it computes nothi
 def changed(system: System, **changes: float | None) -> System:
     """The machine with other figures: `peak` in TFLOP/s, bandwidths in GB/s, `memory` in GiB, `power` in watts.
 
-    Power above idle grows with the cube of the clock, as voltage follows the clock: so the rate of GEMMs falls with
-    the cube root of that power. Raises UserError if the machine's power is not known, and for more or less than it has.
+    The rate of GEMMs falls with the cube root of the power above idle, as power grows with the cube of the clock.
+    Raises UserError if the machine's power is not known, and for more or less than it has.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     for name, value in given.items():
@@ -186,8 +185,7 @@ def check_out(path: Path | None, option: str = "--out") -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a machine, or constants and notes on their origin, as JSON that a person can edit. Raises
-    UserError for a file that cannot be written."""
+    """Write a machine, or constants, as JSON that a person can edit. Raises UserError if it cannot be written."""
     with os_errors(f"write {path}", "name another file with --out"):
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 

@@ -5,14 +5,13 @@ Only large GEMMs reach a machine's attainable rate, because of two losses. Proce
 numbers in waves, and on average a share `wave` of one wave is empty. Each tile also takes `ramp` steps more than its
 inner dimension has, to begin and to end.
 
-`step_time.stage_seconds` adds up a block's operators in the same way, and adds the time that the device waits for the
-host to launch kernels: that is computed for a whole block, not for an operator.
+The time that the device waits for the host to launch kernels is that of a whole block, not of an operator.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2
-from typing import Any
+from typing import NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operators import operators_of, repeated
@@ -34,9 +33,8 @@ GROUPS: dict[Group, str] = {
 
 
 def new_bytes(kernel: Kernel) -> float:
-    """Bytes of results that are so large that the C library maps new memory for each. Results are half of the bytes
-    that an element-wise kernel moves."""
-    elementwise = kernel.nbytes / kernel.kernels / 2
+    """Bytes of results that are so large that the C library maps new memory for each."""
+    elementwise = kernel.nbytes / kernel.kernels / 2  # half of what it moves
     made = kernel.number * kernel.rows * kernel.columns * kernel.width if kernel.inner else elementwise
     return kernel.kernels * made if made >= MAPPED else 0.0
 
@@ -58,8 +56,7 @@ def collective_seconds(each: Collective, plan: Plan, system: System) -> float:
 
 def waiting_seconds(each: Collective, ranks: int, local: int, overlap: Overlap, system: System) -> float:
     """Seconds that computing waits for one collective over `ranks`, `local` of them in a node. With overlap "all" a
-    gather or scatter of sequence parallelism is cut into one part per rank, and all parts but one are sent while a
-    GEMM computes."""
+    gather or scatter of sequence parallelism is cut into a part per rank, and GEMMs hide all but one."""
     seconds = group_seconds(each.verb, each.nbytes, ranks, local, system)
     if overlap == "all" and each.axis == "tp" and each.verb in RINGS:
         return seconds * (1 + system.constants.hidden * (ranks - 1)) / ranks
@@ -129,29 +126,13 @@ class Timing:
         """Seconds that the device waits if the host launches a kernel every `host` seconds."""
         return max(0.0, host * self.kernels - self.busy)
 
-    def record(self) -> dict[str, Any]:
-        seconds = {f"{name}_seconds": getattr(self, name) for name in BOUNDS}
-        counts = {"flops": self.flops, "bytes": self.nbytes, "intensity": self.intensity, "seconds": self.seconds}
-        return {**counts, **seconds, "bound": self.bound}
 
-
-@dataclass(frozen=True)
-class TimedOperator:
+class TimedOperator(NamedTuple):
     """An operator and the time of its two directions."""
 
     operator: Operator
     forward: Timing
     backward: Timing
-
-    def record(self) -> dict[str, Any]:
-        one = self.operator
-        return {
-            "operator": one.name,
-            "kept_bytes": one.kept,
-            "weights": one.weights,
-            "forward": {**self.forward.record(), "sent": [each._asdict() for each in one.sent]},
-            "backward": {**self.backward.record(), "sent": [each._asdict() for each in one.returned]},
-        }
 
 
 def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: Plan, system: System) -> Timing:
@@ -161,8 +142,7 @@ def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: P
 
 
 def kernel_time(kernel: Kernel, system: System) -> Timing:
-    """Time of one kernel, or of several alike: the longer of computing and moving bytes, which overlap, plus its
-    start and the first write to new memory."""
+    """Time of one kernel, or of several alike: the roofline, plus their starts and the first write to new memory."""
     computing = kernel.flops / product_rate(kernel, system) if kernel.inner else 0.0
     moving = kernel.nbytes / system.memory_rate
     touching = system.touch * new_bytes(kernel) if system.touch else 0.0

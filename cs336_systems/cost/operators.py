@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.experts import kept_rows
+from cs336_systems.cost.flops import kept_rows
 from cs336_systems.cost.plan import MODULES
 from cs336_systems.cost.rank import Collective, Group, Operator, Rank, sweep
 from cs336_systems.cost.shape import Latent, head_widths, latent_of, shared_width

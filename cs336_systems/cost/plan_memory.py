@@ -5,10 +5,7 @@ Weights, gradients and optimizer state are counted. Activations are the bytes th
 the microbatches that the schedule has in flight (`schedule/lists.py`, simulated). Workspace, which a kernel needs for
 a moment, is estimated. Biases of linear layers, less than a thousandth, are left out.
 
-For b sequences of s tokens, width h, a heads and t ranks, the bytes that a block's operators keep are the five forms of
-Korthikanti et al. (arXiv:2205.05198, table 2). Divided by s b h these are 34 + 5 a s / h on one rank,
-10 + 24 / t + 5 a s / (h t) with tensor parallelism, (34 + 5 a s / h) / t with sequence parallelism, 34 / t if
-attention's core is recomputed as well, and 2 (2 / t where the sequence is split) if the whole block is.
+The bytes that a block's operators keep are the five forms of Korthikanti et al. (arXiv:2205.05198, table 2).
 """
 
 from functools import lru_cache
@@ -38,9 +35,8 @@ class Unit(NamedTuple):
 
 
 def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[str, float]:
-    """Bytes on a rank of a stage at its peak, by part: weights, gradients, optimizer state, activations, workspace, and
-    what the framework itself holds. Raises UserError for a plan that does not divide the model, and for a stage
-    that does not exist."""
+    """Bytes on a rank of a stage at its peak, by part. Raises UserError for a plan that does not divide the model, and
+    for a stage that does not exist."""
     plan.check(config, seq)
     if not 0 <= stage < plan.pp:
         raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")

@@ -1,9 +1,8 @@
 """Measure this machine: the ceilings of one device in a second or two, and all figures of a `System` in twenty.
 
-`probe` finds what `step.predict` needs, `probe_here` what the predictions of large runs do: products of many sizes,
-memory, the launch of an operator, sending. Commands import this file when they measure: a prediction loads no torch,
-and ranks are forked before any tensor code runs. The fastest of many tries counts, since noise only adds time: the
-figures describe a machine that does nothing else.
+`probe` is for `closed_forms.predict`, `probe_here` for the predictions of large runs. Commands import this file when
+they measure: a prediction loads no torch, and ranks are forked before any tensor code runs. The fastest of many
+tries counts, since noise only adds time: the figures describe a machine that does nothing else.
 """
 
 import json
@@ -24,10 +23,9 @@ import torch.nn.functional as F
 
 from cs336_systems.comm import Place, all_reduce, distributed
 from cs336_systems.comm.launch import run_ranks
-from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.closed_forms import Hardware, Link
 from cs336_systems.cost.machines import SECONDS, System
 from cs336_systems.cost.operator_time import TILE
-from cs336_systems.cost.step import Hardware
 from cs336_systems.cost.template import fill_file
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import progress
@@ -87,8 +85,7 @@ def launch_seconds(device: torch.device, budget: float) -> float:
 
 
 def first_touch_seconds(device: torch.device, budget: float) -> float:
-    """Seconds a byte that a CPU's new memory costs more than memory that has been written before; 0 on a GPU, whose
-    allocator keeps its memory."""
+    """Seconds a byte that a CPU's new memory costs more than used; 0 on a GPU, whose allocator keeps its memory."""
     if device.type == "cuda":
         return 0.0
     used = torch.ones(FRESH_BYTES, dtype=torch.uint8)
@@ -108,9 +105,8 @@ def probe(device: torch.device, precision: Precision, name: str, budget: float =
         best = max(best, 2 * size**3 / best_seconds(partial(torch.mm, a, b.T, out=out), device, budget))
         if 2 * (2 * size) ** 3 / best > budget:
             break
-    source = torch.empty(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / best_seconds(partial(target.copy_, source), device, budget)
+    source, target = torch.ones(2, COPIED[device.type] // 4, device=device)
+    copy = 8 * source.numel() / best_seconds(partial(target.copy_, source), device, budget)
     launch, touch = launch_seconds(device, budget / 5), first_touch_seconds(device, budget / 5)
     origin = f"measured: largest {precision} matrix product and copy of this machine"
     return Hardware(name, best, copy, origin, launch, touch, asynchronous=device.type == "cuda")
@@ -126,9 +122,8 @@ class GemmLaw(NamedTuple):
 
 
 def fit_law(timed: Sequence[tuple[int, int, int, float]], tile: float, start: float) -> GemmLaw:
-    """Fit the law of `operator_time.product_rate` to some GEMMs, each (rows, inner, columns, seconds), small and large
-    ones counting alike. `tile` is the number of elements that all processors compute at once, `start` the seconds to
-    launch an operator."""
+    """Fit the law of `operator_time.product_rate` to GEMMs, each (rows, inner, columns, seconds), all counting alike.
+    `tile` is the number of elements that all processors compute at once, `start` the seconds to launch an operator."""
 
     def fitted(ramp: float, wave: float) -> GemmLaw:
         logs = []
@@ -154,9 +149,8 @@ def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
 
 
 def probe_system(device: torch.device, budget: float, advance: Callable[[str], None] = lambda note: None) -> System:
-    """Measure this machine in about `budget` seconds: a CPU with all its threads, or one GPU. `advance` is called after
-    each of `ROUNDS` + 3 steps. Raises UserError where ranks cannot be started. Nothing may have computed with tensors
-    in this process before."""
+    """Measure this machine: a CPU with all its threads, or one GPU. `advance` is called after each of `ROUNDS` + 3
+    steps. Raises UserError where ranks cannot be started: nothing may have computed with tensors in this process."""
     link, backend = measure_link(device)
     advance("sending")
     start, touch = launch_seconds(device, 0.02 * budget), first_touch_seconds(device, 0.04 * budget)

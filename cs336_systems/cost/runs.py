@@ -134,8 +134,7 @@ Family = tuple[bool, str, str, str, str]  # fitted, family, source, stack, machi
 
 
 def families(runs: Iterable[TrainingRun], by_source: bool = False) -> dict[Family, list[TrainingRun]]:
-    """Published runs by family, those that constants were fitted to first. One with several sources is one family, and
-    its source empty, unless `by_source`."""
+    """Published runs by family, fitted ones first. Sources are only told apart if `by_source`, and else empty."""
     found: dict[Family, list[TrainingRun]] = {}
     for run in sorted(runs, key=lambda run: not run.given["fitted"]):
         named = run.given["family"], run.given["source"] if by_source else ""

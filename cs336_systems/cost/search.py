@@ -1,9 +1,8 @@
 """Search all layouts of a model on a number of accelerators: the best, and why the rest lose.
 
-Each configuration has one of three outcomes: it does not divide; or some rank needs more memory than there is; or it
-runs, and `step_time` predicts its time. For each value of each choice, the fastest configuration with that value is
-compared with the winner, part by part of the step: the part that grows most explains why the value loses.
-Configurations of equal time and memory share one place, such as ZeRO 1 and 2 with several microbatches.
+A configuration does not divide, or some rank needs more memory than there is, or it runs. For each value of each
+choice, the fastest with that value is compared with the winner: the part of the step that grows most explains why the
+value loses. Configurations of equal time and memory share one place, such as ZeRO 1 and 2 with several microbatches.
 """
 
 from collections import Counter
@@ -186,9 +185,8 @@ def search(
 ) -> Search:  # fmt: skip
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
-    `fixed` is that of `Space`, `rest` are fields of `Plan`; `overlap` is the machine's unless given. A space of more
-    than `limit` configurations is cut: `left_out` names what is left out, except around the best. `advance` is called
-    after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
+    `fixed` is that of `Space`, `rest` are fields of `Plan`. A space of more than `limit` configurations is cut, which
+    `left_out` names, except around the best. Raises UserError if nothing divides or fits, saying what would.
     """
     if unknown := [axis for axis in fixed or () if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")

@@ -1,8 +1,7 @@
 """The space of a search over layouts: every way to spread a model over a number of accelerators.
 
-First come all degrees whose product is the number of accelerators. For each, there are choices of microbatch, chunks
-per stage, recomputation, sequence parallelism, ZeRO stage, and of the axes that share a node. The choices multiply, so
-a space can be cut to a number of configurations.
+For all degrees whose product is the number of accelerators, there are choices of microbatch, chunks, recomputation,
+sequence parallelism, ZeRO stage, and of the axes that share a node. They multiply, so a space can be cut.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Shapes of models that the cost model can predict and this project's trainer does not build.
 
 They have heads of any width, multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), experts from the
-k-th layer on, more than two experts for a token, or shared experts of any width. `read_shape` reads one from a
-`config.json` of Hugging Face.
+k-th layer on, more than two for a token, or shared ones of any width. A `config.json` of Hugging Face names one.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Time of a step of a plan on a machine, by what the time is spent on.
 
-The slowest stage computes all microbatches. Filling and draining the pipeline adds the time of one microbatch in all
-other stages, divided by the chunks of a stage (Narayanan et al., arXiv:2104.04473, section 2.2), as in
-`schedule.simulate`. Then come the part of the gradients' reduction that backward does not hide, and AdamW.
+The slowest stage computes all microbatches; the bubble is the time of one microbatch in all others, divided by the
+chunks of a stage (Narayanan et al., arXiv:2104.04473, section 2.2). Then come what backward does not hide, and AdamW.
 
 Gradients are sent during the last microbatch's backward, all but the last bucket; from ZeRO stage 1 on weights are sent
 during the first one's forward. Stage 3 gathers weights for every forward and backward, layer by layer, and
@@ -89,14 +88,9 @@ class Seconds(NamedTuple):
     ep: float = 0.0
     messages: float = 0.0
 
-    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """The sum of this and `times` the other."""
-        return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
 
 def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> StepTime:
-    """Predict the time of one step. Raises UserError for a plan that does not divide the model, and for FP8 on a
-    machine without it."""
+    """Predict the time of a step. Raises UserError for what does not divide, and for FP8 on a machine without it."""
     plan.check(config, seq)
     system.check_fp8(plan.fp8)
     kinds = stage_kinds(config, plan)
@@ -142,8 +136,7 @@ def _stages(config: ModelConfig, pp: int, chunks: int, layers: tuple[int, ...]) 
 
 
 def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> Seconds:
-    """Seconds of one microbatch on a rank of a stage, all chunks together. It enters and leaves each chunk by messages,
-    both ways; tp ranks send parts."""
+    """Seconds of a microbatch on a rank of a stage, each chunk entered and left by messages, both ways."""
     total, rank = Seconds(), Rank(config, plan.alone(), seq)
     if plan.pp > 1:
         nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
@@ -153,8 +146,9 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
     for group, count in stage_groups(config, plan, stage):
         for recompute, times in plan.recomputed(config, group, count):
-            total = total.plus(_computing(rank, group, recompute, system), times)
-            total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
+            computing = _computing(rank, group, recompute, system)
+            for each in (computing, _sending(rank, group, recompute, places, plan.overlap, system)):
+                total = Seconds(*(one + times * more for one, more in zip(total, each, strict=True)))
     return total
 
 

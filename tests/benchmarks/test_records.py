@@ -32,8 +32,7 @@ from benchmarks.scaling import import_log
 from benchmarks.tables import BEGIN, END, FIRST, chosen, insert, main, measured_tables
 from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost import Hardware
-from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import read_measured
+from cs336_systems.cost.fitting.observations import LogOptions, read_measured
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_machine
 from cs336_systems.cost.runs import read_runs as run_list
 from cs336_systems.data.corpus import read_text

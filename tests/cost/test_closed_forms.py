@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.cost import count_parameters, forward_flops
-from cs336_systems.cost import experts as closed
+from cs336_systems.cost import flops as closed
 from cs336_systems.cost.capacity import require_layout_fits
 from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.errors import UserError

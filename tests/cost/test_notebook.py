@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cs336_systems.cost.commands.notebook_page import print_notebook
-from cs336_systems.cost.notebook import tables as nb
-from cs336_systems.cost.notebook.tables import COLUMNS, DIFFERENCES, SUMMED, notebook_tables, show
+from cs336_systems.cost.notebook.tables import COLUMNS, DIFFERENCES, MEMORY_RATE, SUMMED, TABLES, show
 
 DATA = Path(__file__).resolve().parents[1] / "files"
 
@@ -21,7 +20,7 @@ def printed(name: str) -> dict:
 def test_every_printed_cell_total_and_share():
     kinds = {"number": 0, "text": 0, "empty": 0}
     totals = 0
-    for name, table in notebook_tables(nb.Notebook()).items():
+    for name, table in TABLES.items():
         expected = printed(name)
         assert list(COLUMNS) == expected["columns"]
         assert [[show(row[column]) for column in COLUMNS] for row in table.rows] == expected["cells"]
@@ -36,7 +35,7 @@ def test_every_printed_cell_total_and_share():
 
 def test_every_digit_is_on_the_screen():
     out = io.StringIO()
-    print_notebook(Console(width=120, file=out, highlight=False), nb.Notebook())
+    print_notebook(Console(width=120, file=out, highlight=False))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     shown = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
@@ -59,8 +58,7 @@ def effect(name: str) -> str:
 
 def test_the_differences_numbers():
     """From the notebook's own tables, whose sums are of 96 layers on four GPUs, with 1 GB = 1e9 bytes."""
-    tables, config = notebook_tables(nb.Notebook()), nb.Notebook()
-    both = {name: sum(each.totals()[name] for each in tables.values()) for name in SUMMED}
+    both = {name: sum(each.totals()[name] for each in TABLES.values()) for name in SUMMED}
     volume = 2048 * 12_288 * 2e-9
     honest = volume * 3 / 4 / 300 * 1e3  # three quarters of it at 300 GB/s
     sent = both["t_comm_fwd"] + both["t_comm_bwd"]
@@ -86,7 +84,7 @@ def test_the_differences_numbers():
     assert f"{head:.1f} TFLOP ({head / work:.1%} more)" in effect("embedding, head and loss")
     parameters = weights / 2  # 10^9 on a GPU
     assert f"{12 * parameters:.0f} GB more, and {28 * parameters / 1555:.2f} s" in effect("optimizer")
-    rows = {row["layer"]: row for row in tables["attention"].rows}
+    rows = {row["layer"]: row for row in TABLES["attention"].rows}
     hidden = sum(rows[name][f"flops_{way}"] for name in ("logits", "attend") for way in ("fwd", "bwd"))
     assert f"{hidden * 96 / 2:.1f} of {work:.1f} TFLOP" in effect("causal mask")
     assert f"48.3 of {kept:.1f} GB" in effect("fused attention")  # (0.2013 + 0.1007 + 0.2013) x 96
@@ -96,6 +94,6 @@ def test_the_differences_numbers():
     assert {each.kind for each in DIFFERENCES} == {"wrong", "missing", "text"}
     # Backward of element-wise operators reads dY and writes dX: at 1555 GB/s another 2 bytes of each number.
     elements = 2 * 2048 * 12_288 + 24 * 2048**2 + 2 * 512 * 12_288  # act and dpr1, dropout_softmax, both of the stream
-    assert f"{elements * 2 * 96 / config.memory_rate * 1e-6:.1f} ms" in effect("backward of GELU and dropout")
-    assert f"{24 * 2048 * 128 * 2 * 96 / config.memory_rate * 1e-6:.1f} ms" in effect("backward of attend")
+    assert f"{elements * 2 * 96 / MEMORY_RATE * 1e-6:.1f} ms" in effect("backward of GELU and dropout")
+    assert f"{24 * 2048 * 128 * 2 * 96 / MEMORY_RATE * 1e-6:.1f} ms" in effect("backward of attend")
     assert "0.025 MB per norm, 0.003 ms" in effect("backward of a layer norm")

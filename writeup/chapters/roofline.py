@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from cs336_systems.cost.commands.notebook_page import MACHINE, compared
+from cs336_systems.cost.commands.notebook_page import MACHINE, compared, layer
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.notebook.tables import DIFFERENCES, Kind, Notebook
-from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.notebook.tables import DIFFERENCES, SEQ, SIZES, Kind
 from cs336_systems.cost.plots import roofline
 from cs336_systems.host.text import markdown_text
-from cs336_systems.presets import model_preset
 from writeup.book import Book
 from writeup.cost_runs import error_picture, far_off, published_runs
 from writeup.figures import drawn
@@ -19,26 +17,25 @@ KINDS: tuple[Kind, ...] = ("wrong", "missing")
 
 def content(book: Book) -> dict[str, Any]:
     """Both tables and their sums, one layer corrected, the differences, the pictures and the published runs."""
-    notebook = Notebook()
     runs = published_runs()
     return {
-        "config": notebook,
-        "compared": corrected(book, notebook),
+        "config": SIZES,
+        "compared": corrected(book),
         "differences": {kind: differences(book, kind) for kind in KINDS},
-        **picture(notebook),
+        **picture(),
         "wrong": far_off(runs),
         "runs_picture": error_picture("roofline-runs", runs),
     }  # fmt: skip
 
 
-def corrected(book: Book, notebook: Notebook) -> Table:
+def corrected(book: Book) -> Table:
     """One layer's sums, the notebook's and corrected."""
     rows = [
         {
             "<one layer, one GPU": each["name"], "<unit": each["unit"], "the notebook": f"{each['notebook']:.4g}",
             "corrected": f"{each['corrected']:.4g}", "ratio": f"{each['corrected'] / each['notebook']:.2f}",
         }
-        for each in compared(notebook)
+        for each in compared()
     ]  # fmt: skip
     return Table(book, rows)
 
@@ -54,15 +51,13 @@ def differences(book: Book, kind: Kind) -> Table:
     return Table(book, rows)
 
 
-def picture(notebook: Notebook) -> dict[str, Any]:
+def picture() -> dict[str, Any]:
     """The operators of the notebook's layer under the roofs of its machine, and the least share of the attainable rate
     that those reach which memory does not limit."""
-    config = model_preset("gpt3-175b").override(context_length=notebook.seq, attention="naive", dropout=0.1)
-    plan = Plan(tp=notebook.tp, sequence=True, micro_batch=notebook.batch, global_batch=notebook.batch)
-    system = system_preset(MACHINE)
+    (config, plan), system = layer(), system_preset(MACHINE)
     _, attainable = roofline.roofs(plan, system)
-    found = roofline.points(config, plan, notebook.seq, system)
-    canvas = roofline.draw(config, plan, notebook.seq, system)
+    found = roofline.points(config, plan, SEQ, system)
+    canvas = roofline.draw(config, plan, SEQ, system)
     shown = drawn(
         "roofline-operators", canvas,
         "Every operator of the notebook's layer, and the head that it leaves out, under the roofs of its machine: "

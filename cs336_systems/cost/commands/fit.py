@@ -10,16 +10,16 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.request import on_command_line, take
-from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
+from cs336_systems.cost.commands.settings import FILE, MachineOptions, count
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit
-from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import WHAT, Observation, What, read_measured
-from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
+from cs336_systems.cost.fitting.observations import LogOptions, Observation, read_measured
+from cs336_systems.cost.machines import NAMES, Constants, System, check_out, load_constants, write_json
 from cs336_systems.cost.runs import summed_up
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.template import new_table, print_page
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, flag, options, setting
+from cs336_systems.presets import Attention
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # factor, too long or too short, that no constants explain
@@ -27,42 +27,36 @@ FAR = 2.0  # factor, too long or too short, that no constants explain
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of `fit`: constants to fit, and runs to fit to."""
+    """Options of `fit`: constants to fit, where to write them, and what a log may lack."""
 
     only: str | None = setting(None, f"Constants to fit, of {', '.join(NAMES)}.  [default: all]")
-    use: tuple[What, ...] = setting(
-        (), "What to fit to; may be repeated.  [default: all but optimizer]", type=click.Choice(WHAT)
-    )
     out: Path | None = setting(None, "File to write the constants to.", type=FILE)
+    attention: Attention | None = setting(None, "How attention ran, where a log does not say.")
+    vocab_size: int | None = count("Tokens of the vocabulary, where a log does not say.")
 
 
 @click.command("fit")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@options(FitOptions, MachineOptions, ModelOptions, PlanOptions)
+@options(FitOptions, MachineOptions)
 @click.pass_context
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
-    """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
+    """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), logs of this project (.jsonl).
 
-    No log names its machine: give --system. Options of model and plan give what a log lacks, and override it; lists of
-    runs say all themselves. The fit starts from --constants, or from those of the runs' stack.
+    No log names its machine: give --system. The fit starts from --constants, or from those of the runs' stack.
     """
     named, asked, machine = on_command_line(context), take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
-    system = machine.machine() if named & {"system", "machine_file"} else None
-    model, plan, known = take(ModelOptions, kwargs), take(PlanOptions, kwargs), bool(named & {"size", "d_model"})
-    said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
-    if said and all(file.suffix == ".json" for file in files):
+    if (said := named & {"attention", "vocab_size"}) and all(file.suffix == ".json" for file in files):
         raise UserError(f"{flag(min(said))} is for logs: runs in {files[0]} say it themselves; change it there")
-    given = LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
-    use = asked.use or tuple(what for what in WHAT if what != "optimizer")
-    found = [each for file in files for each in read_measured(file, given) if each.what in use]
+    system = machine.machine() if named & {"system", "machine_file"} else None
+    given = LogOptions(system, asked.attention, asked.vocab_size)
+    found = [each for file in files for each in read_measured(file, given)]
     if not found:
-        raise UserError(f"there is nothing to fit to: no file has a time of what --use asks for, {', '.join(use)}")
+        raise UserError("there is nothing to fit to: no file has a time that the model predicts")
     result = fit(found, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console()
-    parts = {"notes": _notes(found), "constants": constants_table(result)}
-    parts["observations"] = observations_table(result, found)
-    print_page(screen, "fit", summary(result, found), parts)
+    tables = {"constants": constants_table(result), "observations": observations_table(result, found)}
+    print_page(screen, "fit", summary(result, found), {"notes": _notes(found), **tables})
     if asked.out:
         write_json(asked.out, _record(result, found))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
@@ -75,7 +69,7 @@ def _prior(machine: MachineOptions, system: System | None, found: Sequence[Obser
     if system and system.measured:
         return system.constants
     stacks = [each.run.plan.stack for each in found]
-    return STACKS[max(stacks, key=stacks.count)].own() if stacks else CONSTANTS
+    return STACKS[max(stacks, key=stacks.count)].own()
 
 
 def _notes(found: Sequence[Observation]) -> str:

@@ -27,10 +27,12 @@ def command(as_json: bool, **given: Any) -> None:
     stages = {stage: rank_bytes(config, plan, request.seq, stage) for stage in kinds}
     choices = []
     for name, recompute in RECOMPUTE.items():
-        for zero in range(4) if plan.replicas > 1 else (0,):
+        for zero in (
+            range(1 if plan.shard else 0, 4) if plan.replicas > 1 else (0,)
+        ):  # without ZeRO nothing is in shards
             stack = chosen or usual_stack(zero, kernels)
             again = config.override(recompute=recompute, kernels=kernels or "triton")
-            other = STACKS[stack].shape(again, plan.override(zero=zero, shard=plan.shard if zero else 0))
+            other = STACKS[stack].shape(again, plan.override(zero=zero))
             need = sum(peak_bytes(*other, request.seq)[1].values())
             choices.append({"recompute": name, "zero": zero, "stack": stack, "peak_bytes": need, "fits": need <= room})
     fullest, parts = peak_bytes(config, plan, request.seq)

@@ -15,7 +15,7 @@ from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.template import new_table, print_json
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import console, flag
-from cs336_systems.presets import model_preset
+from cs336_systems.presets import ModelConfig, model_preset
 
 SEED = "seed"  # the preset of the notebook
 MACHINE = "A100-40GB"  # the machine of the notebook's data sheet
@@ -28,34 +28,34 @@ def printed_notebook(context: click.Context, as_json: bool) -> bool:
         return False
     if strange := sorted(on_command_line(context) - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
-    notebook = nb.Notebook()
     if as_json:
-        differences = [asdict(each) for each in nb.DIFFERENCES]
-        print_json({"rows": nb.as_records(notebook), "differences": differences, "layer": compared(notebook)})
+        rows: list[dict[str, Any]] = []
+        for key, each in nb.TABLES.items():
+            rows += [{"table": key, "kind": "operator", **row} for row in each.rows]
+            rows.append({"table": key, "kind": "total", **each.totals(), "communication": each.communication})
+        print_json({"rows": rows, "differences": [asdict(each) for each in nb.DIFFERENCES], "layer": compared()})
     else:
-        print_notebook(console(), notebook)
+        print_notebook(console())
     return True
 
 
-def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
+def print_notebook(screen: Console) -> None:
     """Both tables with totals and shares, differences, stated at the notebook's own sizes, and one layer compared. An
     operator is a column, so that all 31 quantities fit in 120 columns."""
-    names = ("batch", "seq", "d_model", "d_ff", "num_heads", "num_layers", "tp")
-    screen.print(f"{', '.join(f'{name} {getattr(notebook, name)}' for name in names)}; everything is of one GPU")
-    tables = nb.notebook_tables(notebook).values()
+    screen.print(f"{', '.join(f'{name} {size}' for name, size in nb.SIZES.items())}; everything is of one GPU")
+    tables = nb.TABLES.values()
     for each in tables:
         for rows in (each.rows[start : start + OPERATORS] for start in range(0, len(each.rows), OPERATORS)):
-            layers = [str(row["layer"]) for row in rows]
+            layers = [row["layer"] for row in rows]
             shown = ", ".join(layers) if len(each.rows) > OPERATORS else "one layer, one GPU"
             grid = _grid(layers, f"{each.title}: {shown}")
             for section in nb.SECTIONS[1:]:
                 for name, unit in section:
                     grid.add_row(name, unit, *(nb.show(row[name]) for row in rows), end_section=name == section[-1][0])
             screen.print(grid)
-    grid = _grid([*(each.title for each in tables), "both"], f"totals of {notebook.num_layers} layers")
-    sums = [each.totals() for each in tables]
-    for name in sums[0]:
-        values = [each[name] for each in sums]
+    grid = _grid([*(each.title for each in tables), "both"], f"totals of {nb.LAYERS} layers")
+    for name in nb.SUMMED:
+        values = [each.totals()[name] for each in tables]
         grid.add_row(name, nb.UNITS[name], *(f"{value:.6f}" for value in [*values, sum(values)]))
     screen.print(grid)
     for each in tables:
@@ -67,7 +67,7 @@ def print_notebook(screen: Console, notebook: nb.Notebook) -> None:
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
 
-    lines = [[*quantity.values(), quantity["corrected"] / quantity["notebook"]] for quantity in compared(notebook)]
+    lines = [[*quantity.values(), quantity["corrected"] / quantity["notebook"]] for quantity in compared()]
     columns = ["", "<unit", "the notebook:.4g", "corrected:.4g", "ratio:.2f"]
     screen.print(new_table(columns, lines, f"One layer on one GPU, corrected: an {MACHINE}"))
 
@@ -79,14 +79,17 @@ def _grid(columns: list[str], title: str) -> Table:
     return grid
 
 
-def compared(notebook: nb.Notebook) -> list[dict[str, Any]]:
-    """A layer's sums by notebook and model, both with scores in memory, dropout and sequence parallelism."""
-    sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")} | {"num_layers": 1}
-    one = model_preset("gpt3-175b").override(context_length=notebook.seq, attention="naive", dropout=0.1, **sizes)
-    plan = Plan(tp=notebook.tp, sequence=notebook.tp > 1, micro_batch=notebook.batch, global_batch=notebook.batch)
-    part = timed_part(one, plan, notebook.seq, "dense", system_preset(MACHINE))
+def layer() -> tuple[ModelConfig, Plan]:
+    """The notebook's layer in the model's terms: scores in memory, dropout and sequence parallelism."""
+    config = model_preset("gpt3-175b").override(context_length=nb.SEQ, attention="naive", dropout=0.1)
+    return config, Plan(tp=nb.TP, sequence=True)
+
+
+def compared() -> list[dict[str, Any]]:
+    """A layer's sums by notebook and model."""
+    part = timed_part(*layer(), nb.SEQ, "dense", system_preset(MACHINE))
     ahead, back, operators = part.forward, part.backward, [each.operator for each in part.operators]
-    weights = sum(each.weights for each in operators) * notebook.element_bytes
+    weights = sum(each.weights for each in operators) * nb.ELEMENT_BYTES
     found = [
         ("forward computes", "flops_fwd", ahead.flops * 1e-12),
         ("backward computes", "flops_bwd", back.flops * 1e-12),
@@ -97,8 +100,8 @@ def compared(notebook: nb.Notebook) -> list[dict[str, Any]]:
         ("forward time", "t_total_fwd", sum(each.forward.seconds for each in part.operators) * 1e3),
         ("backward time", "t_total_bwd", sum(each.backward.seconds for each in part.operators) * 1e3),
     ]
-    tables = nb.notebook_tables(notebook).values()
+    sums = {column: sum(each.total(column) for each in nb.TABLES.values()) for _, column, _ in found}
     return [
-        {"name": name, "unit": nb.UNITS[column], "notebook": sum(t.total(column) for t in tables), "corrected": new}
+        {"name": name, "unit": nb.UNITS[column], "notebook": sums[column], "corrected": new}
         for name, column, new in found
     ]

@@ -26,12 +26,10 @@ EXAMPLES = {
     "scaling": "--size llama-8b --attention flash --system H100",
 }
 
-
 out_option = click.option(
     "--out", required=True, type=FILE, callback=lambda context, option, out: check_path(out),
     help="The picture, a file in .svg, .png or .pdf.",
 )  # fmt: skip
-stack_option = click.option("--stack", type=click.Choice(list(STACKS)), help=STACK_HELP)
 
 
 @click.group(epilog=DOMAIN)
@@ -68,7 +66,7 @@ def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> Non
 @click.option("--least", default=8, show_default=True, type=COUNT, help="Accelerators to begin with, then doubled.")
 @click.option("--most", default=4096, show_default=True, type=COUNT, help="Accelerators to end with.")
 @click.option("--zero", default=1, show_default=True, type=click.IntRange(0, 3), help="ZeRO stage.")
-@stack_option
+@click.option("--stack", type=click.Choice(list(STACKS)), help=STACK_HELP)
 @options(MachineOptions, ModelOptions)
 def scaling_command(
     out: Path, batch_size: int, per_gpu: int, least: int, most: int, zero: int, stack: StackName | None, **given: Any

@@ -1,6 +1,7 @@
 """`search`: the ten best layouts of a model on a number of accelerators, the first one's command, why the rest lose."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -45,66 +46,62 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
             limit=asked.limit, advance=advance, stack=stack, fp8=fp8,
         )  # fmt: skip
 
-    request = SearchRequest(model, machine, asked.precision, tokens)
+    def again(each: Candidate) -> str:
+        return step_command(each, model, machine, asked.precision)
+
     if as_json:
-        print_json(_record(found, request))
+        print_json(_record(found, again, tokens))
     else:
         screen, best = console(), found.best[0]
-        print_search(screen, found, model.title, request.command(best), request.training(best))
+        print_search(screen, found, model.title, again(best), _training(best, tokens))
         print_warnings(screen, warnings(best.config, best.plan, seq, system))
 
 
-@dataclass(frozen=True)
-class SearchRequest:
-    """Options of the command line that the answer needs besides the search itself."""
-
-    model: ModelOptions
-    machine: MachineOptions
-    precision: str
-    tokens: float | None
-
-    def command(self, each: Candidate) -> str:
-        """The command line that predicts a configuration again."""
-        recompute = RECOMPUTE_NAMES[each.config.recompute]
-        model = replace(self.model, recompute=None if recompute == "none" else recompute)
-        settings = (model, self.machine, plan_options(each.plan, each.system, self.precision))
-        given = [one for some in settings for one in as_options(some)]
-        size = [] if "--size" in given else ["--size", self.model.size]
-        return " ".join(["python -m cs336_systems.cost step", *size, *given])
-
-    def training(self, each: Candidate) -> dict[str, float] | None:
-        """A training on --tokens, if that was given."""
-        return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
-
-    def record(self, each: Candidate) -> dict[str, Any]:
-        whole, alike = self.training(each), [(other.config.recompute, other.plan) for other in each.alike]
-        return {
-            "seconds": each.step.total,
-            **dict(zip(("low_seconds", "high_seconds"), time_range(each.step), strict=True)),
-            "mfu": each.step.mfu,
-            "tokens_per_second": each.rate,
-            "memory_bytes": each.memory,
-            "parts": each.step.parts,
-            "recompute": RECOMPUTE_NAMES[each.config.recompute],
-            "placement": each.placement,
-            "plan": asdict(each.plan),
-            "command": self.command(each),
-            **({"training": whole} if whole else {}),
-            "alike": [{"recompute": RECOMPUTE_NAMES[name], "plan": asdict(plan)} for name, plan in alike],
-        }
+def step_command(each: Candidate, model: ModelOptions, machine: MachineOptions, precision: str) -> str:
+    """The command line that predicts a configuration again."""
+    recompute = RECOMPUTE_NAMES[each.config.recompute]
+    model = replace(model, recompute=None if recompute == "none" else recompute)
+    given = [
+        one for some in (model, machine, plan_options(each.plan, each.system, precision)) for one in as_options(some)
+    ]
+    size = [] if "--size" in given else ["--size", model.size]
+    return " ".join(["python -m cs336_systems.cost step", *size, *given])
 
 
-def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
+def _training(each: Candidate, tokens: float | None) -> dict[str, float] | None:
+    """A training on --tokens, if that was given."""
+    return training(tokens, each.rate, each.plan.ranks) if tokens else None
+
+
+def _candidate(each: Candidate, again: Callable[[Candidate], str], tokens: float | None) -> dict[str, Any]:
+    whole, alike = _training(each, tokens), [(other.config.recompute, other.plan) for other in each.alike]
+    return {
+        "seconds": each.step.total,
+        **dict(zip(("low_seconds", "high_seconds"), time_range(each.step), strict=True)),
+        "mfu": each.step.mfu,
+        "tokens_per_second": each.rate,
+        "memory_bytes": each.memory,
+        "parts": each.step.parts,
+        "recompute": RECOMPUTE_NAMES[each.config.recompute],
+        "placement": each.placement,
+        "plan": asdict(each.plan),
+        "command": again(each),
+        **({"training": whole} if whole else {}),
+        "alike": [{"recompute": RECOMPUTE_NAMES[name], "plan": asdict(plan)} for name, plan in alike],
+    }
+
+
+def _record(found: Search, again: Callable[[Candidate], str], tokens: float | None) -> dict[str, Any]:
     missed = None
     if near := found.nearest:
-        again = RECOMPUTE_NAMES[near.config.recompute]
-        missed = {"plan": asdict(near.plan), "recompute": again, "lacks_bytes": near.lacks}
+        name = RECOMPUTE_NAMES[near.config.recompute]
+        missed = {"plan": asdict(near.plan), "recompute": name, "lacks_bytes": near.lacks}
     return {
         **{name: getattr(found, name) for name in ("tried", "running", "too_large")},
         "indivisible": dict(found.indivisible.most_common()),
         "left_out": found.left_out,
         "nearest_miss": missed,
-        "best": [asked.record(each) for each in found.best],
+        "best": [_candidate(each, again, tokens) for each in found.best],
         "losses": [
             {
                 "choice": each.axis,
@@ -113,7 +110,7 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
                 **{name: getattr(each, name) for name in ("net", "part", "more", "gain", "less")},
                 "forced_by_memory": each.forced,
                 "why": each.why,
-                "best": each.best and asked.record(each.best),
+                "best": each.best and _candidate(each.best, again, tokens),
             }
             for each in found.losses
         ],
@@ -128,8 +125,7 @@ def choice_text(axis: str, value: Any) -> str:
 
 
 def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
-    """Print the whole answer, on a narrow screen without some columns. `command` predicts the best layout again,
-    `whole` is the time of a training with it."""
+    """Print the answer. `command` predicts the best layout again, `whole` is the time of a training with it."""
     space, system, narrow, nearest = found.space, found.system, screen.width < WIDE, found.nearest
     counts = found.indivisible.most_common()
     reasons = [f"  {plural(count, 'plan')}: {reason}" for reason, count in counts[:SHOWN]]

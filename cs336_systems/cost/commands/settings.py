@@ -21,6 +21,7 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 
 COUNT, FILE, POSITIVE = click.IntRange(1), click.Path(path_type=Path), click.FloatRange(0, min_open=True)
 PRECISION_HELP = "Type of activations and products; fp8: in linear layers of blocks only, the rest in bf16."
+OVERLAP_HELP = "Transfers that overlap with computing: data parallelism's, or all.  [default: all from H100 on]"
 STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
 # Options that a plan takes unchanged, by their names in a plan.
 SAME = ("tp", "pp", "dp", "cp", "ep", "chunks", "zero", "sequence", "micro_batch", "shard", "recompute_nth")
@@ -37,9 +38,7 @@ class ModelOptions:
     """A model: a preset, perhaps with some sizes changed."""
 
     size: str = setting("gpt3-175b", "Model preset, or the path of a Hugging Face config.json.", also=("--preset",))
-    year: int = setting(
-        DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
-    )
+    year: int = setting(DEFAULT_YEAR, f"Edition of the course with the size, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}.")
     num_layers: int | None = count("Blocks.  [default: the preset's]")
     d_model: int | None = count("Width of the residual stream.  [default: the preset's]")
     num_heads: int | None = count("Heads of attention.  [default: the preset's]")
@@ -50,9 +49,7 @@ class ModelOptions:
     feed_forward: FeedForwardKind | None = setting(None, "Feed-forward, gated or not.  [default: the preset's]")
     attention: Attention = setting("sdpa", "naive writes scores to memory; the others do not.")
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
-    kernels: Kernels | None = setting(
-        None, "Element-wise operations fused (triton), or a kernel each (torch).  [default: the stack's, or triton]"
-    )
+    kernels: Kernels | None = setting(None, "Element-wise work fused (triton), or not (torch).  [default: the stack's]")
     num_experts: int | None = count("Experts per layer.  [default: the preset's]")
     expert_every: int | None = count("Every k-th layer has experts.  [default: the preset's]")
     dense_layers: int | None = count("Number of first layers without experts.  [default: 0]")
@@ -119,16 +116,10 @@ class PlanOptions:
     zero: int = count("ZeRO stage.", 0, least=0, most=3)
     micro_batch_size: int = count("Sequences of a microbatch.", 1)
     batch_size: int | None = count("Sequences in a step.  [default: a microbatch per replica, or four per stage]")
-    overlap: Overlap | None = setting(
-        None,
-        "Transfers that overlap with computing: none, those of data parallelism, or also those between layers.  "
-        "[default: all on H100 and newer, whose frameworks do that, else data]",
-    )
+    overlap: Overlap | None = setting(None, OVERLAP_HELP)
     order: str = setting(" ".join(ORDER), "Axes, from neighbours in a node to ranks far apart.")
     precision: Precision = setting("bf16", PRECISION_HELP)
-    shard: int = count(
-        "Neighbouring replicas over which ZeRO shards; fewer than all: HSDP.  [default: all]", 0, least=0
-    )
+    shard: int = count("Nearest replicas over which ZeRO shards; fewer than all: HSDP.  [default: all]", 0, least=0)
     recompute_modules: str = setting(
         "", f"Parts of a block that --recompute selective runs again, of {','.join(MODULES)}.  [default: core_attn]"
     )
@@ -164,9 +155,7 @@ class SearchOptions:
     gpus: int = count("Number of accelerators; every layout uses all.", 64, most=MOST_GPUS)
     batch_size: int = count("Sequences in a step.", 512)
     precision: Precision = setting("bf16", PRECISION_HELP)
-    overlap: Overlap | None = setting(
-        None, "Transfers that overlap with computing, as in `step`.  [default: all on H100 and newer, else data]"
-    )
+    overlap: Overlap | None = setting(None, OVERLAP_HELP)
     stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are timed with it.")
     tp: int | None = count("Only layouts with so many tensor-parallel ranks.")
     pp: int | None = count("Only layouts with so many stages.")
@@ -196,9 +185,7 @@ class MachineOptions:
         f"[default: {DEFAULT_SYSTEM}]",
     )
     machine_file: Path | None = setting(None, "File of a machine from `probe --out`, instead of --system.", type=FILE)
-    constants: Path | None = setting(
-        None, "Constants in a file that `fit` wrote.  [default: those of this project]", type=FILE
-    )
+    constants: Path | None = setting(None, "File of constants from `fit`.  [default: this project's]", type=FILE)
     peak: float | None = setting(None, "TFLOP/s of 16-bit GEMMs, instead of the machine's.", type=POSITIVE)
     bandwidth: float | None = setting(None, "GB/s of its memory, instead of its own.", type=POSITIVE)
     memory: float | None = setting(None, "GiB of memory, instead of its own.", type=POSITIVE)
@@ -207,9 +194,7 @@ class MachineOptions:
     link: float | None = setting(None, "GB/s out of an accelerator within a node, instead of its own.", type=POSITIVE)
     network: float | None = setting(None, "GB/s of an accelerator to other nodes, instead of its own.", type=POSITIVE)
     reserve: float | None = setting(
-        None,
-        "Share of memory that plans leave to context, communication library and fragmentation.  [default: 0.06]",
-        type=click.FloatRange(0, 0.9),
+        None, "Share of memory for context and fragmentation.  [default: 0.06]", type=click.FloatRange(0, 0.9)
     )
 
     def machine(self, stack: str = "megatron") -> System:

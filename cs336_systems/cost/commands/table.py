@@ -10,7 +10,7 @@ from rich.table import Table
 from cs336_systems.cost.commands.notebook_page import printed_notebook
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
-from cs336_systems.cost.operator_time import TimedPart, Timing
+from cs336_systems.cost.operator_time import BOUNDS, TimedOperator, TimedPart, Timing
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
@@ -39,7 +39,7 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
     if as_json:
         groups = []
         for each in parts:
-            records, total = [one.record() for one in each.operators], part_totals(request, each)
+            records, total = list(map(_record, each.operators)), part_totals(request, each)
             groups.append({"group": each.name, "times": each.times, "operators": records, "total": total})
         print_json({**request.record(), "groups": groups, "total": model_totals(request, parts)})
         return
@@ -59,6 +59,15 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
     tables = {"operators": _operator_table(request, parts, narrow), "totals": _totals_table(request, parts, narrow)}
     print_page(screen, "table", values, tables)
     print_warnings(screen, request.warnings())
+
+
+def _record(timed: TimedOperator) -> dict[str, Any]:
+    one, found = timed.operator, dict[str, Any]()
+    for way, spent, sent in (("forward", timed.forward, one.sent), ("backward", timed.backward, one.returned)):
+        counts = {"flops": spent.flops, "bytes": spent.nbytes, "intensity": spent.intensity, "seconds": spent.seconds}
+        seconds = {f"{name}_seconds": getattr(spent, name) for name in BOUNDS}
+        found[way] = {**counts, **seconds, "bound": spent.bound, "sent": [each._asdict() for each in sent]}
+    return {"operator": one.name, "kept_bytes": one.kept, "weights": one.weights, **found}
 
 
 def part_totals(request: Request, part: TimedPart) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from cs336_systems.cost.course import arithmetic, communication, memory
 from cs336_systems.cost.course.answers import Answer as Answer
-from cs336_systems.cost.course.answers import Question, RefusedError, given, require
+from cs336_systems.cost.course.answers import Question, given, require
 from cs336_systems.errors import UserError
 
 # The function that computes the numbers of the template of that name.
@@ -43,7 +43,7 @@ def question(name: str, **numbers: float | str) -> Answer:
     try:
         values = {each: _checked(asked.unit(each), each, value, known[each]) for each, value in numbers.items()}
         found = ANSWERS[name](**values)
-    except RefusedError as error:
+    except UserError as error:
         raise UserError(f"{name}: {error}") from None
     except (ArithmeticError, StopIteration) as error:
         wrong = ", ".join(f"{each}={given(value)}" for each, value in values.items())
@@ -57,8 +57,7 @@ def defaults(name: str) -> str:
 
 
 def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
-    """`["N=16", "size=xl"]` as the numbers of `question`. Raises UserError for what is not NAME=VALUE, and for a name
-    that is given twice."""
+    """`["N=16", "size=xl"]` as the numbers of `question`. Raises UserError for another form, and for a name twice."""
     found: dict[str, float | str] = {}
     for setting in settings:
         name, _, value = setting.partition("=")

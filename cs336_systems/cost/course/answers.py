@@ -72,18 +72,14 @@ class Answer:
         return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: str(next(number)), line) for line in lines)
 
 
-class RefusedError(UserError):
-    """Numbers that make no sense; `question` puts its name before the message."""
-
-
 def require(holds: bool, message: str) -> None:
-    """Raise RefusedError with this message unless the condition holds."""
+    """Raise UserError with this message, before which `question` puts its name, unless the condition holds."""
     if not holds:
-        raise RefusedError(message)
+        raise UserError(message)
 
 
 def require_format(e: int) -> None:
-    """Raise RefusedError for numbers of e bytes where there is no such format."""
+    """Raise UserError for numbers of e bytes where there is no such format."""
     require(e in (1, 2, 4, 8), f"a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
 
 

@@ -1,7 +1,4 @@
-"""Arithmetic: rounding of sums by accumulator, and lower bounds of a kernel's time (RMSNorm, softmax, leaderboards).
-
-Each function computes the numbers of its template, in a variable of the number's name.
-"""
+"""Arithmetic: rounding of sums by accumulator, and lower bounds of a kernel's time (RMSNorm, softmax, leaderboards)."""
 
 # The letters are those of the formulas.
 # ruff: noqa: N803

@@ -1,9 +1,7 @@
 """Collectives beside computing: all-reduce over rings, gradient buckets, and how many devices a strategy can use before
-communication takes longer than compute (the 2026 edition's inequalities).
+communication takes longer than compute. Each function computes the numbers of its template, by their names.
 
-Each function of a question computes the numbers of its template, in a variable of the number's name.
-The inequalities are of one gated feed-forward layer with three D by F matrices, numbers of two bytes, and a batch of B
-tokens over all devices.
+The inequalities are of a gated feed-forward of three D by F matrices, two-byte numbers, and B tokens over all devices.
 """
 
 # The letters are those of the formulas.

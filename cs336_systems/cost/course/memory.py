@@ -1,7 +1,4 @@
-"""Memory of passes and of ranks: activations by precision, attention's scores, checkpointing; sharded optimizer state
-and fully sharded parameters, and their traffic; the 2025 edition's XXL model: the sharding that it needs, and the batch
-that hides its communication.
-"""
+"""Memory of passes and of ranks: activations, checkpointing, sharded state and its traffic, the XXL model of 2025."""
 
 # The letters are those of the formulas.
 # ruff: noqa: N803, N806

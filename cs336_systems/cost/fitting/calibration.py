@@ -6,10 +6,8 @@ value before the fit, with a stated standard deviation, its width. The fit is th
     minimise over x:  sum over data weight (log(predicted / measured) / noise)^2  +  sum over constants (x / width)^2,
 
 with x the logarithm of a constant over its prior value, found by the method of Levenberg and Marquardt (Marquardt,
-SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. A constant that the data do not
-determine stays at its prior value, with the prior's uncertainty. A run whose error is more than FAR times that of the
-others weighs less, by the square of the ratio: something else slowed it down (iteratively reweighted least squares;
-Holland and Welsch, Comm. Stat. A6(9), 1977).
+SIAM J. 11(2), 1963). A run whose error is more than FAR times that of the others weighs less, by the square of the
+ratio, as something slowed it down (iteratively reweighted least squares; Holland and Welsch, Comm. Stat. A6(9), 1977).
 
 The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error that each
 prediction would have without its own measurement: r / (1 - h), for a residual r and its leverage h, exact where the
@@ -19,12 +17,12 @@ model is linear (Allen, Technometrics 16(1), 1974).
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import exp
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.cost.fitting.observations import Observation, log_ratio
+from cs336_systems.cost.fitting.observations import Observation
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants
 from cs336_systems.errors import UserError
 
@@ -74,9 +72,7 @@ def fit(
 ) -> Calibration:
     """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
     If the data scatter about the fit by more than `noise`, the scatter becomes the noise, so that they count less, and
-    the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
-    if not observations:
-        raise UserError("there is nothing to fit to: no run has a measured time")
+    the fit is repeated. Raises UserError for an unknown constant, and where all of them are zero."""
     names, least, count = _fitted(prior, which), noise, len(observations)
     weights = np.ones(count)
 
@@ -86,7 +82,7 @@ def fit(
     @cache  # with other weights and noise the minimisation comes to the same places again
     def ratios(*x: float) -> Array:
         at = constants(x)
-        return np.array([log_ratio(each, at) for each in observations])
+        return np.array([log(each.predict(at) / each.seconds) for each in observations])
 
     def weighted(x: Array) -> Array:
         """Square roots of the summands, by observation and then by constant."""
@@ -106,9 +102,9 @@ def fit(
             break
         noise, weights = scatter, new
         x = _descend(weighted, x)
+    zeros = tuple(name for name in NAMES if name in which and name not in names)
     spreads = dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True))
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
-    zeros = tuple(name for name in NAMES if name in which and name not in names)
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
 
 
@@ -116,14 +112,10 @@ def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:
     """The constants of `which` that are not zero."""
     if unknown := [name for name in which if name not in NAMES]:
         raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    if not which:
-        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
-    names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
-    if not names:
-        raise UserError(
-            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
-        )
-    return names
+    if names := tuple(name for name in NAMES if name in which and getattr(prior, name) > 0):
+        return names
+    changes = "zero before the fit, which changes constants by factors; nothing else is to be fitted"
+    raise UserError(f"{', '.join(which)}: {changes}")
 
 
 def _slopes(weighted: Residuals, x: Array) -> Array:
@@ -133,9 +125,8 @@ def _slopes(weighted: Residuals, x: Array) -> Array:
 
 
 def _minimum(weighted: Residuals, count: int, width: float) -> Array:
-    """Minimise from the prior; if the data do not determine a constant there, also from a larger and a smaller value.
-    While the device is busy longer than the host, for example, a somewhat slower host changes nothing, but a much
-    slower one does."""
+    """Minimise from the prior; if the data do not determine a constant there, also from a larger and a smaller value: a
+    somewhat slower host, for example, changes nothing while the device is busy longer, but a much slower one does."""
     start = np.zeros(count)
     best, here = _descend(weighted, start), weighted(start)
     slopes = _slopes(weighted, best)

@@ -1,14 +1,11 @@
-"""The roofline notebook that this model grew from, digit for digit: the FLOPs of each operator of a transformer layer,
-the bytes that it reads, writes, keeps and sends on one GPU of a tensor-parallel group, a roofline time for each, totals
-over the layers, and the share of the forward time that is communication; its mistakes and omissions.
+"""The roofline notebook that this model grew from, digit for digit, and its mistakes.
 
-It has only closed forms, nothing is fitted. An operator takes the longer of its arithmetic and its memory traffic, plus
-its collective, which nothing hides. `differences.toml` lists what is wrong; `cost/` is the corrected model. The
-notebook is `transformer_estimates.ipynb` of github.com/ShashankSubramanian/transformer-perf-estimates in its state of
-January 2024, later arXiv:2410.00273.
+An operator takes the longer of its arithmetic and its memory traffic, plus its collective, which nothing hides.
+`differences.toml` lists what is wrong; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import fsum
 from typing import Any, Literal
 
@@ -24,39 +21,13 @@ SECTIONS = tuple(tuple(section.items()) for section in _COLUMNS["section"])
 UNITS = {name: unit for section in SECTIONS for name, unit in section}
 COLUMNS = tuple(UNITS)
 
-
-@dataclass(frozen=True)
-class Notebook:
-    """Inputs of the notebook: one layer's sizes, the degree of tensor parallelism, and a GPU's data sheet.
-
-    The defaults are its own: GPT-3's layer, one sequence of 2048 tokens, four A100s of 40 GB in one node. Rates are
-    per GPU, in TFLOP/s and GB/s, with 1 GB = 1e9 bytes.
-    """
-
-    batch: int = 1
-    seq: int = 2048
-    d_model: int = 12_288
-    d_ff: int = 49_152
-    num_heads: int = 96
-    num_layers: int = 96
-    tp: int = 4
-    element_bytes: int = 2  # half precision, weights and activations alike
-    mask_bytes: int = 1  # an element of a dropout mask
-    matrix_rate: float = 312.0  # TFLOP/s of tensor cores, half precision
-    vector_rate: float = 78.0  # TFLOP/s of the other cores, half precision
-    memory_rate: float = 1555.0  # GB/s
-    nvlink_rate: float = 600.0  # GB/s
-    network_rate: float = 100.0  # GB/s, for groups that leave the node
-    nvlink_size: int = 4  # GPUs of a node
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes of the whole stream between operators, `batch seq d_model`."""
-        return self.batch * self.seq * self.d_model * self.element_bytes
+# GPT-3's layer, one sequence, and what one of four A100s of 40 GB in one node has of it.
+SIZES = {"batch": 1, "seq": 2048, "d_model": 12_288, "d_ff": 49_152, "num_heads": 96, "num_layers": 96, "tp": 4}
+_, SEQ, WIDTH, _, _, LAYERS, TP = SIZES.values()
+HIDDEN, HEADS, HEAD_WIDTH = 49_152 // TP, 96 // TP, WIDTH // 96
+ELEMENT_BYTES, MASK_BYTES = 2, 1  # half precision, weights and activations alike; an element of a dropout mask
+TENSOR_CORES, OTHER_CORES = 312.0, 78.0  # TFLOP/s in half precision
+MEMORY_RATE, NVLINK_RATE = 1555.0, 600.0  # GB/s, with 1 GB = 1e9 bytes
 
 
 @dataclass(frozen=True)
@@ -78,16 +49,40 @@ class Operator:
     read_other: int = 0
     weights: int = 0
     tensor_cores: bool = False
-    forward_collective: Collective | None = None
-    backward_collective: Collective | None = None
+    ahead: Collective | None = None  # of forward
+    back: Collective | None = None  # of backward
 
-    @property
-    def forward_bytes(self) -> int:
-        return self.read + self.read_other + self.written + self.weights
-
-    @property
-    def backward_bytes(self) -> int:
-        return self.kept + self.gradients + self.weights * (2 if self.tensor_cores else 1)
+    def cells(self) -> dict[str, Any]:
+        """The row of the notebook's table, by the names of COLUMNS, `None` where a cell is empty. The volume of a
+        collective is the whole stream's, for either verb."""
+        sends = self.ahead or self.back
+        row: dict[str, Any] = {
+            "layer": self.name,
+            **{column: getattr(self, name) * 1e-9 for column, name in _COLUMNS["bytes"].items()},
+            "comm_size": float(TP) if sends else None,
+            "comm_topology": "nvlink" if sends else None,
+        }
+        ahead = self.read + self.read_other + self.written + self.weights
+        back = self.kept + self.gradients + self.weights * (2 if self.tensor_cores else 1)
+        ways = (("fwd", self.flops_forward, ahead, self.ahead), ("bwd", self.flops_backward, back, self.back))
+        for way, operations, nbytes, collective in ways:
+            flops, moved, volume = operations * 1e-12, nbytes * 1e-9, SEQ * WIDTH * ELEMENT_BYTES * 1e-9
+            compute = flops / (TENSOR_CORES if self.tensor_cores else OTHER_CORES) * 1e3
+            memory, send = moved / MEMORY_RATE * 1e3, volume / NVLINK_RATE * 1e3 if collective else 0.0
+            row |= {
+                f"flops_{way}": flops,
+                f"total_mem_{way}": moved,
+                f"comm_{way}": volume if collective else None,
+                f"comm_{way}_type": collective,
+                f"t_comp_{way}": compute,
+                f"t_mem_{way}": memory,
+                f"t_{way}": max(compute, memory),
+                f"t_comm_{way}": send,
+                f"t_total_{way}": max(compute, memory) + send,
+                f"frac_t_comm_{way}": send / (max(compute, memory) + send),
+            }
+        row["intensity"] = row["t_comp_fwd"] / row["t_mem_fwd"]
+        return {column: row[column] for column in COLUMNS}
 
 
 def _product(rows: int, inner: int, columns: int) -> int:
@@ -95,91 +90,81 @@ def _product(rows: int, inner: int, columns: int) -> int:
     return rows * columns * (2 * inner - 1)
 
 
-def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -> Operator:
-    """`(batch seq) inputs -> (batch seq) outputs` with a matrix `inputs outputs`, here this GPU's part of it. Backward
-    is two products of the same size: dX = dY W^T and dW = X^T dY."""
-    rows = config.batch * config.seq
-    x, y, w = (config.element_bytes * n for n in (rows * inputs, rows * outputs, (inputs + bias) * outputs))
-    ahead = _product(rows, inputs, outputs) + bias * rows * outputs
-    back = _product(rows, outputs, inputs) + _product(inputs, rows, outputs) + bias * rows * outputs
-    return Operator(name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, tensor_cores=True)
+def linear(name: str, inputs: int, outputs: int, bias: bool, **sends: Any) -> Operator:
+    """`seq inputs -> seq outputs` with a matrix `inputs outputs`, here this GPU's part of it. Backward is two products
+    of the same size: dX = dY W^T and dW = X^T dY."""
+    x, y, w = (ELEMENT_BYTES * n for n in (SEQ * inputs, SEQ * outputs, (inputs + bias) * outputs))
+    ahead = _product(SEQ, inputs, outputs) + bias * SEQ * outputs
+    back = _product(SEQ, outputs, inputs) + _product(inputs, SEQ, outputs) + bias * SEQ * outputs
+    return Operator(name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, tensor_cores=True, **sends)
 
 
-def elementwise(config: Notebook, name: str, elements: int, masked: bool = True) -> Operator:
+def elementwise(name: str, elements: int, masked: bool = True, **sends: Any) -> Operator:
     """Dropout, a product with a mask, which is what is kept; or GELU, without one, counted as one FLOP per element.
     Only one of dX and dY is counted as moved."""
-    size, mask = elements * config.element_bytes, elements * config.mask_bytes * masked
-    return Operator(name, elements, elements, size, size, kept=mask or size, gradients=size, read_other=mask)
+    size, mask = elements * ELEMENT_BYTES, elements * MASK_BYTES * masked
+    return Operator(name, elements, elements, size, size, kept=mask or size, gradients=size, read_other=mask, **sends)
 
 
-def layer_norm(config: Notebook, name: str, rows: int) -> Operator:
-    """`rows d_model`, each row normalised, scaled and shifted. Backward is not counted as reading the scale."""
-    elements = rows * config.d_model
-    size, flops = elements * config.element_bytes, (9 * elements, 13 * elements - 4 * rows)
-    weights = 2 * config.d_model * config.element_bytes
-    return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size, weights=weights)
+def rowwise(name: str, elements: int, flops: tuple[int, int], weights: int = 0, **sends: Any) -> Operator:
+    """A softmax or a layer norm of rows, which keeps its input. Backward is not counted as reading a norm's scale."""
+    size = elements * ELEMENT_BYTES
+    return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size, weights=weights, **sends)
 
 
-def softmax(config: Notebook, name: str, rows: int) -> Operator:
-    """`rows seq`, one row per query of a head."""
-    elements = rows * config.seq
-    size, flops = elements * config.element_bytes, (3 * elements - rows, 4 * elements - rows)
-    return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size)
+def layer_norm(name: str) -> Operator:
+    """This GPU's rows of the stream, each normalised, scaled and shifted."""
+    rows, elements = SEQ // TP, SEQ // TP * WIDTH
+    flops = 9 * elements, 13 * elements - 4 * rows
+    return rowwise(name, elements, flops, 2 * WIDTH * ELEMENT_BYTES, ahead="allgather")
 
 
-def logits(config: Notebook, name: str, heads: int) -> Operator:
-    """`(batch heads) seq head_dim` queries with as many keys -> `(batch heads) seq seq`, no mask, whole in memory."""
-    pairs, seq, dim = config.batch * heads, config.seq, config.head_dim
-    scores, q = (pairs * seq * width * config.element_bytes for width in (seq, dim))
-    flops = pairs * _product(seq, dim, seq), 2 * pairs * _product(seq, seq, dim)
-    return Operator(name, *flops, q, scores, kept=2 * q, gradients=scores + 2 * q, read_other=q, tensor_cores=True)
-
-
-def attend(config: Notebook, name: str, heads: int) -> Operator:
-    """`(batch heads) seq seq` probabilities with the values -> `(batch heads) seq head_dim`. Reading dY is left out."""
-    pairs, seq, dim = config.batch * heads, config.seq, config.head_dim
-    scores, v = (pairs * seq * width * config.element_bytes for width in (seq, dim))
-    flops = pairs * _product(seq, seq, dim), pairs * (_product(seq, dim, seq) + _product(seq, seq, dim))
-    return Operator(name, *flops, scores, v, kept=scores + v, gradients=scores + v, read_other=v, tensor_cores=True)
-
-
-def mlp_operators(config: Notebook) -> tuple[Operator, ...]:
-    """The feed-forward on one GPU: columns of the first matrix, rows of the second, and sequence-parallel dropout
-    (Korthikanti et al., arXiv:2205.05198). Its layer norm is `layer_norm_2` of the other table."""
-    rows, hidden = config.batch * config.seq, config.d_ff // config.tp
+def attention_products() -> tuple[Operator, Operator]:
+    """`heads seq head_width` queries with as many keys -> `heads seq seq`, no mask, whole in memory; and these with the
+    values. Of the second backward, reading dY is left out."""
+    scores, q = (HEADS * SEQ * width * ELEMENT_BYTES for width in (SEQ, HEAD_WIDTH))
+    wide, narrow = HEADS * _product(SEQ, HEAD_WIDTH, SEQ), HEADS * _product(SEQ, SEQ, HEAD_WIDTH)
     return (
-        replace(linear(config, "fc1", config.d_model, hidden, bias=True), backward_collective="reducescatter"),
-        elementwise(config, "act", rows * hidden, masked=False),
-        elementwise(config, "dpr1", rows * hidden),
-        replace(linear(config, "fc2", hidden, config.d_model, bias=True), forward_collective="reducescatter"),
-        replace(elementwise(config, "dpr2", rows // config.tp * config.d_model), backward_collective="allgather"),
+        Operator("logits", wide, 2 * narrow, q, scores, 2 * q, scores + 2 * q, read_other=q, tensor_cores=True),
+        Operator("attend", narrow, wide + narrow, scores, q, *2 * (scores + q,), read_other=q, tensor_cores=True),
     )
 
 
-def attention_operators(config: Notebook) -> tuple[Operator, ...]:
-    """Self-attention on one GPU: `num_heads / tp` heads, between sequence-parallel norms and dropout."""
-    rows, heads = config.batch * config.seq, config.num_heads // config.tp
-    own_rows, own_width = rows // config.tp, config.d_model // config.tp
+def mlp_operators() -> tuple[Operator, ...]:
+    """The feed-forward on one GPU: columns of the first matrix, rows of the second, and sequence-parallel dropout
+    (Korthikanti et al., arXiv:2205.05198). Its layer norm is `layer_norm_2` of the other table."""
     return (
-        replace(layer_norm(config, "layer_norm_1", own_rows), forward_collective="allgather"),
-        replace(linear(config, "qkv_proj", config.d_model, 3 * own_width, False), backward_collective="reducescatter"),
-        logits(config, "logits", heads),
-        softmax(config, "softmax", config.batch * heads * config.seq),
-        elementwise(config, "dropout_softmax", config.batch * heads * config.seq**2),
-        attend(config, "attend", heads),
-        replace(linear(config, "v_proj", own_width, config.d_model, True), forward_collective="reducescatter"),
-        replace(elementwise(config, "dropout", own_rows * config.d_model), backward_collective="allgather"),
-        replace(layer_norm(config, "layer_norm_2", own_rows), forward_collective="allgather"),
+        linear("fc1", WIDTH, HIDDEN, bias=True, back="reducescatter"),
+        elementwise("act", SEQ * HIDDEN, masked=False),
+        elementwise("dpr1", SEQ * HIDDEN),
+        linear("fc2", HIDDEN, WIDTH, bias=True, ahead="reducescatter"),
+        elementwise("dpr2", SEQ // TP * WIDTH, back="allgather"),
+    )
+
+
+def attention_operators() -> tuple[Operator, ...]:
+    """Self-attention on one GPU: its heads, between sequence-parallel norms and dropout."""
+    logits, attend = attention_products()
+    scores, rows = HEADS * SEQ**2, HEADS * SEQ
+    return (
+        layer_norm("layer_norm_1"),
+        linear("qkv_proj", WIDTH, 3 * WIDTH // TP, bias=False, back="reducescatter"),
+        logits,
+        rowwise("softmax", scores, (3 * scores - rows, 4 * scores - rows)),
+        elementwise("dropout_softmax", scores),
+        attend,
+        linear("v_proj", WIDTH // TP, WIDTH, bias=True, ahead="reducescatter"),
+        elementwise("dropout", SEQ // TP * WIDTH, back="allgather"),
+        layer_norm("layer_norm_2"),
     )
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of the two tables: a row per operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
+    """One of the two tables: the cells of each operator."""
 
     title: str
     rows: list[dict[str, Any]]
-    depth: int
 
     def total(self, column: str) -> float:
         """A column's sum over this table, one layer."""
@@ -187,7 +172,7 @@ class Table:
 
     def totals(self) -> dict[str, float]:
         """The columns that the notebook adds up, over all layers."""
-        return {column: self.total(column) * self.depth for column in SUMMED}
+        return {column: self.total(column) * LAYERS for column in SUMMED}
 
     @property
     def communication(self) -> float:
@@ -202,56 +187,11 @@ def show(cell: float | str | None) -> str:
     return cell if isinstance(cell, str) else str(round(cell, 6))
 
 
-def notebook_tables(config: Notebook) -> dict[str, Table]:
-    """`mlp` and `attention` of one configuration: cells in TFLOP, GB and ms."""
-    found = {"mlp": ("MLP", mlp_operators(config)), "attention": ("self-attention", attention_operators(config))}
-    rows = {key: (title, [operator_row(config, one) for one in each]) for key, (title, each) in found.items()}
-    return {key: Table(*each, config.num_layers) for key, each in rows.items()}
-
-
-def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
-    """One operator's cells by column name. The volume of a collective is the whole stream's, for either verb; a single
-    GPU has none."""
-    topology = "nvlink" if config.tp <= config.nvlink_size else "ib"
-    link = config.nvlink_rate if topology == "nvlink" else config.network_rate
-    collectives = (operator.forward_collective, operator.backward_collective) if config.tp > 1 else (None, None)
-    row: dict[str, Any] = {
-        "layer": operator.name,
-        **{column: getattr(operator, name) * 1e-9 for column, name in _COLUMNS["bytes"].items()},
-        "comm_size": float(config.tp) if any(collectives) else None,
-        "comm_topology": topology if any(collectives) else None,
-    }
-    ways = {
-        "fwd": (operator.flops_forward, operator.forward_bytes, collectives[0]),
-        "bwd": (operator.flops_backward, operator.backward_bytes, collectives[1]),
-    }
-    for way, (operations, nbytes, collective) in ways.items():
-        flops, moved, volume = operations * 1e-12, nbytes * 1e-9, config.stream_bytes * 1e-9
-        compute = flops / (config.matrix_rate if operator.tensor_cores else config.vector_rate) * 1e3
-        memory, send = moved / config.memory_rate * 1e3, volume / link * 1e3 if collective else 0.0
-        row |= {
-            f"flops_{way}": flops,
-            f"total_mem_{way}": moved,
-            f"comm_{way}": volume if collective else None,
-            f"comm_{way}_type": collective,
-            f"t_comp_{way}": compute,
-            f"t_mem_{way}": memory,
-            f"t_{way}": max(compute, memory),
-            f"t_comm_{way}": send,
-            f"t_total_{way}": max(compute, memory) + send,
-            f"frac_t_comm_{way}": send / (max(compute, memory) + send),
-        }
-    row["intensity"] = row["t_comp_fwd"] / row["t_mem_fwd"]
-    return {column: row[column] for column in COLUMNS}
-
-
-def as_records(config: Notebook) -> list[dict[str, Any]]:
-    """The same for a program, unrounded: a record per operator, then one of totals and share per table."""
-    records: list[dict[str, Any]] = []
-    for key, each in notebook_tables(config).items():
-        records += [{"table": key, "kind": "operator", **row} for row in each.rows]
-        records.append({"table": key, "kind": "total", **each.totals(), "communication": each.communication})
-    return records
+# In TFLOP, GB and ms.
+TABLES = {
+    "mlp": Table("MLP", [each.cells() for each in mlp_operators()]),
+    "attention": Table("self-attention", [each.cells() for each in attention_operators()]),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,1 @@
-"""Pictures of the model's predictions: one file for each, with its numbers apart from its drawing.
-
-The numbers need no matplotlib; the drawings take it from the optional extra `writeup`.
-"""
+"""Pictures of predictions: one file for each, with its numbers, which need no matplotlib, apart from its drawing."""

@@ -1,7 +1,6 @@
 """Parts of a step for several plans, side by side; where a run was measured, the measured time as a mark.
 
-Lengths are multiples of the ideal time, that of the model's FLOPs at the peak of all ranks, so that plans of different
-models, batches and numbers of ranks can be compared. A bar of length 2 is an MFU of 50%.
+Lengths are multiples of the time of the model's FLOPs at the peak of all ranks: a bar of length 2 is an MFU of 50%.
 """
 
 from collections.abc import Sequence

@@ -121,8 +121,7 @@ def _draw_points(axes: Any, both: tuple[Roof, Roof], found: list[Point], total: 
 
 
 def _name(axes: Any, found: list[Point], named: dict[str, str], column: float, down: float) -> None:
-    """Names in a column (its place, and by how much it is lower, as shares of the axes), each joined by a thin line to
-    the slower direction of its operator."""
+    """Names in a column, `down` lower, in shares of the axes, each joined to the slower direction of its operator."""
     slower: dict[str, Point] = {}
     for point in found:
         if point.operator in named:
