@@ -134,8 +134,7 @@ def test_what_failed_or_is_older_than_the_code_is_marked(monkeypatch):
     proofs = report.proofs | {node: replace(report.proof(node), outcome="failed")}
     monkeypatch.setattr(equality, "read_report", lambda: replace(report, proofs=proofs))
     file = node.partition("::")[0]
-    for module in (equality, proofs_of):  # a strategy's file in one, a test's in the other
-        monkeypatch.setattr(module, "changed_since", lambda commit, files: [each for each in files if each == file])
+    monkeypatch.setattr(proofs_of, "_changes", lambda commit: frozenset([file]))
     shown = equality.content(Book())
     assert f"[✗](#{anchor(node)})†" in shown["table"]
     assert (shown["failed"], shown["changed"]) == ([f"[{markdown_text(node)}](#{anchor(node)})"], [f"`{file}`"])

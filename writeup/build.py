@@ -1,6 +1,7 @@
 """Build of the write-up: all chapters, then both formats, with progress."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cs336_systems.host import console
@@ -8,6 +9,7 @@ from cs336_systems.host.text import printable
 from writeup.book import Book, machines
 from writeup.compose import compose
 from writeup.edition import parts
+from writeup.play.page import numbers_ahead
 from writeup.render import write_figures, write_html, write_pdf
 from writeup.tables import plain
 
@@ -18,14 +20,15 @@ def build(book: Book, out: Path, chosen: Sequence[str] = (), solutions: bool = T
     writing = f"write into {out}", "name another folder with --out"
     with console.os_errors(*writing):
         out.mkdir(parents=True, exist_ok=True)
-    with console.progress("writing", count + 2) as advance:
+    with console.progress("writing", count + 2) as advance, numbers_ahead() as numbers:
         manuscript = compose(book, advance, chosen, solutions)
-        with console.os_errors(*writing):
+        with console.os_errors(*writing), ThreadPoolExecutor(1) as other:
             (out / "writeup.md").write_text(plain(manuscript.text), encoding="utf-8")
             write_figures(manuscript, out)
-            write_html(manuscript, out / "index.html")
+            paper = other.submit(write_pdf, manuscript, (out / "writeup.pdf").resolve())
+            write_html(manuscript, out / "index.html", numbers)
             advance("HTML")
-            write_pdf(manuscript, (out / "writeup.pdf").resolve())
+            paper.result()
             advance("PDF")
     screen = console.console()
     others = ", ".join(name for name in machines(book.results) if name != book.machine)

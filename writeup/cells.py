@@ -1,13 +1,16 @@
 """Cells of tables: a measured figure with its spread and marks, a prediction, a ratio."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import floor, log10
 from statistics import median, quantiles
 
 from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book, metric
-from writeup.publications import Published
+from writeup.plausibility import KINDS, Suspect
+from writeup.publications import Key, Published, PublishedTable
 
 NONE = "-"
 FEW = 3  # samples below which a deviation says nothing
@@ -117,3 +120,78 @@ def ratio(record: Record | None, prefix: str = "ratio") -> str:
         return NONE
     middle, low, high = (record.metrics[f"{prefix}_{name}"] for name in ("median", "low", "high"))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def joined(parts: Iterable[str], last: str = "and") -> str:
+    """`a, b and c`."""
+    *most, end = list(parts)
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def times(factor: float) -> str:
+    """A factor as one would say it: `1.3 times`, `12 times`; `1.02 times`, where one digit more matters."""
+    return f"{factor:.{3 if factor < 1.1 else 2}g} times" if factor < 10 else f"{factor:,.0f} times"
+
+
+def in_turn(a: Record, b: Record) -> bool:
+    """True if two records come from one run of their benchmark, so that their samples are pairs."""
+    same = a.benchmark == b.benchmark and a.environment["date"] == b.environment["date"]
+    return same and len(a.samples_ms) == len(b.samples_ms) > 1
+
+
+def pair_ratios(a: Record, b: Record) -> list[float]:
+    """The time of `a` over that of `b`, turn by turn; of their medians alone if they did not take turns."""
+    if not in_turn(a, b):
+        return [median_ms(a) / median_ms(b)]
+    return [x / y for x, y in zip(a.samples_ms, b.samples_ms, strict=True)]
+
+
+def span(values: Iterable[float], form: str = "{:.2g}") -> str:
+    """`2.7 to 3.1`, from the least to the greatest; one number where both look the same."""
+    ordered = sorted(values)
+    low, high = form.format(ordered[0]), form.format(ordered[-1])
+    return low if low == high else f"{low} to {high}"
+
+
+LISTED = 2  # reasons given below a table; the rest stand in the chapter on plausibility
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published table, and the unit that its cells are shown in."""
+
+    book: Book
+    table: PublishedTable
+    unit: str
+
+    def value(self, column: str = "", /, **keys: Key) -> Published | None:
+        """The figure with these keys, or None. Raises CitationError for a key that the table does not have."""
+        return self.table.value(column, **keys)
+
+    def cell(self, column: str = "", /, **keys: Key) -> str:
+        """`202 ms`, with a mark if it is suspect, or a dash. Raises CitationError as `value` does."""
+        return quoted(self.book, self.value(column, **keys), self.unit)
+
+    @property
+    def suspects(self) -> list[Suspect]:
+        """Reasons why figures of the table are suspect, shared reasons first; none for an empty table."""
+        cells = {id(figure) for row in self.table.rows for figure in row.values.values()}
+        found = [each for each in self.book.published_suspects if any(id(one) in cells for one in each.quoted)]
+        return sorted(found, key=lambda each: -len(each.quoted))
+
+    @property
+    def notes(self) -> list[str]:
+        """The first reasons as a paragraph for below a table, or nothing."""
+        if not self.suspects:
+            return []
+        first = self.suspects[:LISTED]
+        lines = [markdown_text(f"{DOUBTFUL} {each.text} ({KINDS[each.kind]}): {each.why}") for each in first]
+        more = len(self.suspects) - LISTED
+        rest = f" {more} more are in the chapter on [plausibility](#plausibility)." if more > 0 else ""
+        source = f"Write-up of {self.table.source.when}, {self.table.where or self.table.name}"
+        return ["::: source\n" + f"{source}: " + ".\n".join(lines) + f".{rest}\n:::"]
+
+
+def beside(book: Book, source: str, name: str, unit: str) -> Beside:
+    """A published table of one source. Raises CitationError for one that does not exist."""
+    return Beside(book, book.published.table(source, name), unit)

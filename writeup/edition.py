@@ -1,10 +1,20 @@
-"""Editions of the write-up: chosen chapters alone, and a version without solutions."""
+"""Chapters of the write-up in order, and editions of it: chosen chapters alone, and a version without solutions."""
 
 import re
 from collections.abc import Sequence
 
 from cs336_systems.errors import UserError
-from writeup.contents import CHAPTERS, PARTS
+
+PARTS = {
+    "": ("introduction",),
+    "What it rests on": ("equality", "gallery"),
+    "One device": ("step", "norms", "flash-attention", "memory"),
+    "Many devices": ("all-reduce", "ddp", "sharding", "model-parallelism", "moe", "long-context"),
+    "Conclusions": ("predicting", "plausibility", "choosing"),
+    "Appendix": ("course-map", "sources"),
+}
+CHAPTERS = tuple(name for names in PARTS.values() for name in names)
+
 
 SAID = (
     "*Edition without solutions: questions, figures and tables as measured; answers, derivations, titles that tell a "

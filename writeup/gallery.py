@@ -8,7 +8,6 @@ import tomllib
 from dataclasses import dataclass, field
 from difflib import unified_diff
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.errors import UserError
 
@@ -74,14 +73,10 @@ def variants(path: Path = GALLERY) -> tuple[Variant, ...]:
     """All of them, in the order of the file. Raises UserError for one that is not whole."""
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["variant"]
-        found = tuple(_variant(entry) for entry in entries)
+        changes = [tuple((change["old"], change["new"]) for change in entry.pop("change")) for entry in entries]
+        found = tuple(Variant(**entry, changes=each) for entry, each in zip(entries, changes, strict=True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path.name} cannot be read: {error}") from None
     if len({each.name for each in found}) < len(found):
         raise UserError(f"{path.name}: two variants have one name")
     return found
-
-
-def _variant(entry: dict[str, Any]) -> Variant:
-    changes = tuple((change["old"], change["new"]) for change in entry.pop("change"))
-    return Variant(**entry, changes=changes)

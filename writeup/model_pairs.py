@@ -1,20 +1,23 @@
 """Comparison of variants of one model that took turns with the plain one, A B A B.
 
 Records that were measured hours apart differ by the machine's state as much as by the model. The benchmark `compare`
-measures variants in turn, so that ratios are those of pairs. See `benchmarks/compare.py`.
+measures variants in turn, so that ratios are those of pairs. See `benchmarks/compare.py`. At the end, the time that the
+cost model predicts for a pass of a published model.
 """
 
 from dataclasses import replace
 from statistics import median
 
 from benchmarks.records import Record
+from cs336_systems.cost.machines import System, system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.text import markdown_text
-from cs336_systems.presets import model_preset
+from cs336_systems.presets import ModelConfig, Norm, model_preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, over, predicted_ms, timing
+from writeup.cells import NONE, over, pair_ratios, predicted_ms, timing
 from writeup.publications import ORIGINAL, Key, Published
 from writeup.tables import Table
-from writeup.words import pair_ratios
 
 BASE = "norm=rmsnorm"
 COMMAND = "python -m benchmarks.compare --size small norm=rmsnorm norm=layernorm compile precision=bf16"
@@ -94,3 +97,22 @@ def predicted_ratio(base: Record, record: Record) -> float | None:
     """The predicted time of one record over that of another, where both have a prediction."""
     first, second = predicted_ms(base), predicted_ms(record)
     return first / second if first and second else None
+
+
+def pass_seconds(config: ModelConfig, batch: int, seq: int, precision: str, what: str, system: System) -> float:
+    """Seconds of one pass over (batch seq) tokens that the model of large systems predicts for a single GPU.
+
+    float32 is taken to be TF32, which the kernels of the original's profile are. Waiting for the host is predicted for
+    forward and backward together, so that a single pass has half of it. Raises UserError for sizes that do not divide.
+    """
+    plan = Plan(micro_batch=batch, global_batch=batch, width=4 if precision == "fp32" else 2)
+    parts = step_time(config, plan, seq, system).parts
+    passes = {name: parts[name] + parts["host"] / 2 for name in ("forward", "backward")}
+    both = sum(passes.values())
+    return (passes | {"forward-backward": both, "step": both + parts["optimizer"]})[what]
+
+
+def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm = "rmsnorm") -> float:
+    """Predicted seconds of a cell of the original: batch 16 and context 128 on the GPU that its kernels point to."""
+    config = model_preset(size, 2024).override(norm=norm)
+    return pass_seconds(config, 16, 128, precision, what, system_preset("H100"))

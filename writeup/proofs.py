@@ -7,6 +7,7 @@ is marked.
 import ast
 import json
 import re
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from writeup.errors import CitationError
-from writeup.freshness import changed_since
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "writeup" / "reports" / "equality.json"
@@ -22,6 +22,31 @@ COMMAND = "python -m tests.report"
 SCHEMA = 1
 CASE = re.compile(r"_case$|^(check|compare|require)")  # functions that assert for a test
 SAW = "tests/test_gallery.py::test_the_suite_sees"  # with the name of a variant
+STALE = "†"  # beside a test or file that has changed since the report of tests
+
+
+@cache
+def _changes(commit: str) -> frozenset[str] | None:
+    """Every file that differs from a commit, also if nobody has committed the change; None if git cannot tell."""
+    if not re.fullmatch("[0-9a-f]{7,40}", commit):
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "diff", "--name-only", "--no-renames", "--relative", commit, "--"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return frozenset(done.stdout.splitlines())
+
+
+def changed_since(commit: str, names: Iterable[str]) -> list[str] | None:
+    """List the files, relative to the project's root, and the tests whose file, that have changed since a commit.
+
+    None if that cannot be known: there is no git, or no such commit here, as in a shallow clone.
+    """
+    changes = _changes(commit)
+    return None if changes is None else [name for name in names if name.partition("::")[0] in changes]
 
 
 @dataclass(frozen=True)
@@ -69,11 +94,9 @@ class Report:
             raise CitationError(f"{node} is cited and was {found.outcome}: it proves nothing; run {COMMAND}")
         return found
 
-    def older(self, nodes: Iterable[str]) -> list[str] | None:
-        """List tests whose file has changed since the report's commit; None if git cannot tell."""
-        files = {node: node.partition("::")[0] for node in nodes}
-        changed = changed_since(str(self.environment.get("commit")), sorted(set(files.values())))
-        return None if changed is None else [node for node, file in files.items() if file in changed]
+    def changed(self, names: Iterable[str]) -> list[str] | None:
+        """List the files, and the tests whose file, changed since the report's commit; None if git cannot tell."""
+        return changed_since(str(self.environment.get("commit")), names)
 
 
 def read_report(path: Path = REPORT) -> Report:
@@ -120,16 +143,14 @@ def source_of(function: str) -> str:
         raise CitationError(f"{function} is cited, and {file} has no function {name}")
     wanted, reached = [name], {name}
     for each in wanted:  # grows meanwhile
-        for node in ast.walk(known[each]):
-            called = node.id if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else ""
+        for used in ast.walk(known[each]):
+            called = used.id if isinstance(used, ast.Name) else used.value if isinstance(used, ast.Constant) else ""
             if called in known and called not in reached and CASE.search(called):
                 reached.add(called)
                 wanted.append(called)
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-    parts = (_lines(known[each], lines) for each in sorted(wanted, key=lambda each: known[each].lineno))
+    parts = []
+    for node in sorted((known[each] for each in wanted), key=lambda node: node.lineno):
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        parts.append("\n".join(lines[first - 1 : node.end_lineno]))
     return "\n\n\n".join(parts)
-
-
-def _lines(node: ast.FunctionDef, lines: list[str]) -> str:
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    return "\n".join(lines[first - 1 : node.end_lineno])

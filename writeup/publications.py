@@ -7,13 +7,13 @@ unit, or text with another, "698.99 MiB".
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
 
 from cs336_systems.errors import UserError
-from writeup.entries import Fields, check_fields, check_texts, read_entries
+from writeup.entries import Fields, made, read_entries
 from writeup.errors import CitationError
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
@@ -33,11 +33,7 @@ UNITS = {
     "1": ("1", Decimal(1)),
 }
 TEXT = "text"  # the unit of words, such as the name of a type
-# The fields of a source and of a table that must be there, and the texts that a table may have.
-SOURCE = dict.fromkeys(("id", "title", "author", "hardware", "where"), str)
-TEXTS = dict.fromkeys(("source", "name", "problem"), str)
-LISTS = dict.fromkeys(("keys", "values", "units"), list)
-REMARKS = dict.fromkeys(("where", "hardware", "system", "note"), str)
+LISTS = ("keys", "values", "units")
 
 
 @dataclass(frozen=True)
@@ -169,10 +165,10 @@ def publications(folder: Path = PUBLISHED) -> Publications:
     for path in sorted(folder.glob("*.toml")):
         content = read_entries(path, "source", "table", parse_float=str)  # text keeps the digits: 1.10 is not 1.1
         for entry, fields in content["source"]:
-            check_fields(entry, fields, SOURCE, {"year": int, "system": str, "note": str})
-            if fields["id"] in found.sources:
-                raise UserError(f"{entry}: the source {fields['id']!r} is there already")
-            found.sources[fields["id"]] = Source(**fields)
+            source = made(entry, Source, fields)
+            if source.id in found.sources:
+                raise UserError(f"{entry}: the source {source.id!r} is there already")
+            found.sources[source.id] = source
         for entry, fields in content["table"]:
             table = _table(entry, fields, found.sources)
             if (table.source.id, table.name) in found.tables:
@@ -182,19 +178,17 @@ def publications(folder: Path = PUBLISHED) -> Publications:
 
 
 def _table(entry: str, fields: Fields, sources: Mapping[str, Source]) -> PublishedTable:
-    check_fields(entry, fields, {**TEXTS, **LISTS, "rows": list}, {**REMARKS, "fixed": dict})
-    check_texts(entry, fields, *LISTS)
-    if not fields["values"] or len(fields["values"]) != len(fields["units"]):
-        raise UserError(f"{entry}: {len(fields['values'])} values need as many units, not {len(fields['units'])}")
-    for unit in fields["units"]:
+    if (source := sources.get(fields.get("source", ""))) is None:
+        raise UserError(f"{entry}: no source is called {fields.get('source')!r}; put its [[source]] in this file")
+    own = {"hardware": source.hardware} | ({} if "hardware" in fields else {"system": source.system})
+    given: Fields = own | fields | {name: tuple(fields.get(name, ())) for name in LISTS}
+    table = made(entry, PublishedTable, given | {"source": source})
+    if not table.values or len(table.values) != len(table.units):
+        raise UserError(f"{entry}: {len(table.values)} values need as many units, not {len(table.units)}")
+    for unit in table.units:
         if unit not in UNITS and unit != TEXT:
             raise UserError(f"{entry}: unit {unit!r} is not known; there are {', '.join((*UNITS, TEXT))}")
-    if fields["source"] not in sources:
-        raise UserError(f"{entry}: no source is called {fields['source']!r}; put its [[source]] in this file")
-    source = sources[fields["source"]]
-    own = {"hardware": source.hardware} | ({} if "hardware" in fields else {"system": source.system})
-    given: Fields = own | fields | {name: tuple(fields[name]) for name in LISTS}
-    return PublishedTable(**given | {"source": source, "rows": _rows(entry, fields, source)})
+    return replace(table, rows=_rows(entry, fields, source))
 
 
 def _rows(entry: str, fields: Fields, source: Source) -> tuple[Row, ...]:
@@ -204,8 +198,6 @@ def _rows(entry: str, fields: Fields, source: Source) -> tuple[Row, ...]:
         at = f"{entry}, row {number}"
         if not isinstance(row, list) or len(row) != len(keys) + len(values):
             raise UserError(f"{at}: needs {len(keys)} keys and {len(values)} values in a list, not {row!r}")
-        if not all(isinstance(key, str | int) for key in row[: len(keys)]):
-            raise UserError(f"{at}: a key is text, a whole number or a truth value: {row[: len(keys)]!r}")
         named = dict(zip(keys, row[: len(keys)], strict=True))
         if any(other.keys == named for other in found):
             raise UserError(f"{at}: its keys {row[: len(keys)]!r} are those of a row before it")

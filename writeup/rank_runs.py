@@ -22,6 +22,7 @@ THROTTLED = (
     "python -m benchmarks.two_nodes --one-node --nproc 2 -- -m benchmarks.ddp --d-model 256 --layers 4 --context 64 "
     "--bucket-sizes '1 5 25'"
 )
+ALONE = "no communication"  # the candidate that sends nothing
 PLACES = {"cpu": "CPU", "cuda": "GPU"}
 SHAPED = re.compile(r"(?P<where>.*), (?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit tbf")  # by benchmarks.two_nodes
 

@@ -1,6 +1,8 @@
 """Conversion of Markdown to one HTML file and one PDF, by pandoc and Typst. Both work without a network."""
 
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -10,7 +12,7 @@ import typst
 
 from cs336_systems.errors import UserError
 from writeup.compose import Manuscript
-from writeup.play.page import with_play
+from writeup.play.page import data, with_play
 
 HERE = Path(__file__).parent
 TITLE = "Training systems, measured and predicted: CPU edition"
@@ -40,14 +42,15 @@ def write_figures(manuscript: Manuscript, folder: Path) -> None:
         (figures / f"{name}.svg").write_text(svg, encoding="utf-8")
 
 
-def write_html(manuscript: Manuscript, path: Path) -> None:
-    """Write one HTML file that contains pictures, style and MathML."""
+def write_html(manuscript: Manuscript, path: Path, numbers: Callable[[], str] = data) -> None:
+    """Write one HTML file that contains pictures, style, MathML and the `numbers` of its interactive parts."""
     options = [
         *COMMON, "--standalone", "--embed-resources", "--mathml", "--toc", "--toc-depth=2",
         f"--template={HERE / 'page.html'}", f"--css={HERE / 'style.css'}",
         f"--metadata=title:{TITLE}", "--metadata=lang:en",
     ]  # fmt: skip
-    path.write_text(with_play(_converted(manuscript, "html5", options, path.parent)), encoding="utf-8")
+    page = with_play(_converted(manuscript, "html5", options, path.parent), numbers)
+    path.write_text(page, encoding="utf-8")
 
 
 def write_pdf(manuscript: Manuscript, path: Path) -> None:
@@ -74,10 +77,14 @@ def typst_of(manuscript: Manuscript, folder: Path) -> str:
 def _converted(manuscript: Manuscript, to: str, options: list[str], folder: Path) -> str:
     # Pictures are found from the folder: a path of resources is split at colons, which a folder's name may have.
     try:
-        return str(pypandoc.convert_text(manuscript.text, to, format=READER, extra_args=options, cworkdir=str(folder)))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"pandoc cannot write {to}: {_line(error)}; please report it with writeup.md") from None
+        command = [pypandoc.get_pandoc_path(), f"--from={READER}", f"--to={to}", *options]
+        return subprocess.run(
+            command, cwd=folder, input=manuscript.text, capture_output=True, encoding="utf-8", check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        raise UserError(f"pandoc cannot write {to}: {_line(said)}; please report it with writeup.md") from None
 
 
-def _line(error: Exception) -> str:
+def _line(error: object) -> str:
     return shorten(str(error), 300)

@@ -65,12 +65,13 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
     return _sentences(step_time(config, plan, seq, system), memory | {"lost": low > room})
 
 
-def time_range(step: StepTime) -> tuple[float, float]:
-    """Range into which four of five runs of the stack fell that were left out of the fit; wider outside the domain."""
+def time_range(step: StepTime, notes: list[str] | None = None) -> tuple[float, float]:
+    """Range into which four of five runs of the stack fell that were left out of the fit; wider outside the domain, of
+    which `notes` are the remarks, `outside(step)`, where they are known."""
     if step.config.num_experts > MANY_EXPERTS:
         return MANY_RANGE[0] * step.total, MANY_RANGE[1] * step.total
     low, high = STACKS[step.plan.stack].range
-    wider = WIDER if outside(step) else 1.0
+    wider = WIDER if (outside(step) if notes is None else notes) else 1.0
     return low * step.total / wider, high * step.total * wider
 
 

@@ -7,6 +7,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import compress, count
 from pathlib import Path
 from string import Formatter
@@ -39,6 +40,7 @@ class _Filled(Formatter):
         return "" if value is None else self._number(value, format_spec)  # None: in the text that is not chosen
 
 
+@cache
 def fields(line: str) -> list[tuple[str, str]]:
     """(name, unit) of each number of a line."""
     return [(name, spec or "") for _, name, spec, _ in Formatter().parse(line) if name]
@@ -62,6 +64,7 @@ def fill(template: str, values: Mapping[str, Any], number: Number = unit_text) -
     return (_Filled(number).vformat(line, (), values) for line in kept_lines(template, values))
 
 
+@cache
 def read_template(name: str) -> str:
     """The text of a template, a path from this folder."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")

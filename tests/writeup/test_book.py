@@ -13,14 +13,13 @@ from benchmarks.records import RESULTS, Record, append_record, open_records
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from writeup import compose as composing
-from writeup import freshness
+from writeup import proofs
 from writeup.book import Book, Citation, benchmark, choose_machine, metric
-from writeup.cells import mean_and_deviation, median_ms, prediction, quartiles, timing
-from writeup.contents import CHAPTERS
+from writeup.cells import joined, mean_and_deviation, median_ms, pair_ratios, prediction, quartiles, timing
+from writeup.edition import CHAPTERS
 from writeup.errors import CitationError
-from writeup.freshness import ROOT
+from writeup.proofs import ROOT
 from writeup.tables import Table, plain, provenance
-from writeup.words import joined, pair_ratios
 
 HEAD = "a" * 40
 WHERE = {"device": "Test <CPU>", "device_type": "cpu", "cores": 2, "threads": 2, "torch": "2.13", "triton": None}
@@ -164,14 +163,14 @@ def test_what_changed_since_a_commit(tmp_path, monkeypatch):
     git("add", ".")
     git("-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    monkeypatch.setattr(freshness, "ROOT", project)
+    monkeypatch.setattr(proofs, "ROOT", project)
     for text, changed in (("one = 1\n", []), ("one = 2\n", ["new.py"])):  # the second in no commit yet
         (project / "new.py").write_text(text)
-        freshness._changes.cache_clear()
-        assert freshness.changed_since(commit, ["old.py", "new.py"]) == changed
+        proofs._changes.cache_clear()
+        assert proofs.changed_since(commit, ["old.py", "new.py"]) == changed
     for name in (HEAD, "--output=x", "HEAD", "None", commit[:6], commit + "^"):
-        assert freshness.changed_since(name, ["old.py"]) is None
-    freshness._changes.cache_clear()
+        assert proofs.changed_since(name, ["old.py"]) is None
+    proofs._changes.cache_clear()
 
 
 def test_whose_records(tmp_path):

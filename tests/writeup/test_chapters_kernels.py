@@ -12,10 +12,11 @@ from cs336_systems.cost.course import question
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation
-from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_share
-from writeup.chapters import flash_published, flash_sweep
+from writeup.chapters import flash_attention
+from writeup.chapters.flash_attention import attention_flops, peak_share
+from writeup.chapters.norms import norm_floor
 from writeup.compose import chapter
-from writeup.model_pairs import BASE, in_turn
+from writeup.model_pairs import BASE, in_turn, pass_seconds
 from writeup.publications import publications
 from writeup.tables import plain
 
@@ -102,9 +103,9 @@ def test_what_backward_needs_is_counted():
         ({"candidate": "tiled"}, 4 * 8 * 4 + 4),
         ({"candidate": "tiled", "dtype": "bf16"}, 4 * 8 * 2 + 4),
     ):
-        assert flash_sweep.kept_bytes(config | change) == 2 * 100 * elements
-    assert flash_sweep.kept_bytes(config | {"dtype": "bf16"}) is None
-    assert flash_sweep.kept_bytes(config | {"candidate": "compiled"}) is None
+        assert flash_attention.kept_bytes(config | change) == 2 * 100 * elements
+    assert flash_attention.kept_bytes(config | {"dtype": "bf16"}) is None
+    assert flash_attention.kept_bytes(config | {"candidate": "compiled"}) is None
 
 
 def test_shares_of_the_ceilings():
@@ -128,7 +129,7 @@ def test_only_variants_of_one_run_are_compared():
 
 
 def test_a_step_counts_as_the_course_chapter_of_cost_does():
-    work = flash_published.step_flops(flash_published.FULL, 2, 32_768)
+    work = flash_attention.step_flops(flash_attention.FULL, 2, 32_768)
     best = publications().value("leaderboard-2026", "step", place="1")
     assert work / 1e15 == pytest.approx(5.044, abs=5e-4)
     assert "29.21%" in question("leaderboard-step").result
@@ -151,5 +152,5 @@ def test_a_pass_of_a_published_model_is_predicted():
 
 def test_cells_of_the_grid_that_were_not_measured_are_predicted():
     cells = [attention("eager", "forward", seq, 1.0, "course") for seq in (256, 1024)]
-    table = str(flash_sweep.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
+    table = str(flash_attention.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
     assert "| 128 | 16,384 | - |" in table

@@ -10,9 +10,9 @@ from benchmarks.lib.profiling_record import TABLES
 from benchmarks.records import Record
 from cs336_systems.presets import preset
 from writeup.book import Book, Citation
-from writeup.chapters.activation_checkpointing import more_work, one_shape
-from writeup.chapters.function_calls import flops_ratio
+from writeup.chapters.memory import more_work, one_shape
 from writeup.chapters.mixed_precision import differing
+from writeup.chapters.operators import flops_ratio
 from writeup.profiles import profile_picture, with_tables
 
 SIZE = {"size": "small", "year": 2024, "norm": "rmsnorm", "attention": "naive"}

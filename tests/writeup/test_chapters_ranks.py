@@ -10,8 +10,8 @@ from benchmarks.records import Record
 from writeup.book import Citation
 from writeup.chapters import gallery
 from writeup.chapters.buckets import fastest, model_of
+from writeup.chapters.ddp import whiskers
 from writeup.chapters.optimizer_sharding import schemes, traffic_bytes
-from writeup.chapters.wrappers import whiskers
 from writeup.rank_runs import fit, line_of, runs_of
 
 SETTINGS = {"d_model": 64, "layers": 2, "ranks": 2, "link": ""}

@@ -9,13 +9,12 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from cs336_systems.cost.course import question
-from writeup import cost_runs
 from writeup.book import Book
-from writeup.chapters import arithmetic, megatron, roofline
+from writeup.chapters import model_parallelism, predicting
 from writeup.chapters.introduction import machine_rates, sizes_table
-from writeup.chapters.megatron import predicted_step, study_table, without_recipe
+from writeup.chapters.model_parallelism import predicted_step, study_table, without_recipe
 from writeup.chapters.moe import published_shares, same_calls
-from writeup.cost_runs import published_runs
+from writeup.chapters.predicting import published_runs
 
 SHARE = "communication / compute"
 CPU = {"device": "cpu", "device_type": "cpu", "cores": 2, "commit": "abc", "dirty": False, "date": "2026-01-02"}
@@ -28,7 +27,7 @@ def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **m
 
 
 def test_limits_of_parallelism_agree_with_their_ratios():
-    rows = arithmetic.limits(Book(machine=None), {name: question(name) for name in arithmetic.NAMES}).rows
+    rows = model_parallelism.limits(Book(machine=None), {name: question(name) for name in model_parallelism.NAMES}).rows
     for split, way, devices, share, limit in (row.values() for row in rows[1:]):
         asked = 1
         for each in devices.split(" x "):
@@ -44,7 +43,7 @@ def test_the_published_profile_says_that_the_host_decides():
 
 
 def test_the_model_is_furthest_off_where_the_study_starved_its_hosts():
-    study = megatron.read_runs([megatron.STUDY])
+    study = model_parallelism.read_runs([model_parallelism.STUDY])
     steps = [predicted_step(run) for run in study]
     table = study_table(Book(machine=None), study, steps)
     assert [row["see"] for row in table.rows] == ["5", "", "3", "1, 4", "", "2, 4"]
@@ -52,18 +51,18 @@ def test_the_model_is_furthest_off_where_the_study_starved_its_hosts():
 
 def test_families_that_are_far_off_are_named_with_a_reason_or_without(monkeypatch):
     runs = published_runs()
-    said = cost_runs.far_off(runs)
+    said = predicting.far_off(runs)
     assert any(line.startswith("Pythia 2023 on A100-40GB, -20%: narrower models") for line in said)
     assert not any("Korthikanti" in line for line in said)
     assert not any(line.endswith("not explained") for line in said)
-    assert all(any(name in each.row["family"] for each in runs) for name in cost_runs.REASONS)
-    monkeypatch.setattr(cost_runs, "FAR", 10.0)
-    assert cost_runs.far_off(runs) == []
+    assert all(any(name in each.row["family"] for each in runs) for name in predicting.REASONS)
+    monkeypatch.setattr(predicting, "FAR", 10.0)
+    assert predicting.far_off(runs) == []
 
 
 @pytest.mark.parametrize("kind", ["wrong", "missing"])
 def test_every_difference_of_the_notebook_fills_its_columns(kind):
-    table = roofline.differences(Book(machine=None), kind)
+    table = predicting.differences(Book(machine=None), kind)
     assert table.rows
     assert all(all(row.values()) for row in table.rows)
 

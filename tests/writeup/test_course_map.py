@@ -11,7 +11,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.presets import COURSE_YEARS
 from tests.support.command_lines import problem_of
 from tests.support.course_questions import problems_of, years_of
-from writeup.course import MAP, course_map
+from writeup.chapters.course_map import MAP, course_map
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = course_map()
@@ -88,15 +88,13 @@ def test_the_accounting_has_the_same_problems():
     [
         ("", "x = 1\n", r"x: there are only \[\[problem\]\]"),
         ("[[problem]]", "[problem]", r"every problem begins with a line \[\[problem\]\]"),
-        ('chapter = "ddp"\n', "", r"problem 1 \(a\): chapter missing"),
+        ('chapter = "ddp"\n', "", r"problem 1 \(a\): missing 1 required .* 'chapter'"),
         ('chapter = "ddp"', "chapter = 'ddb'", "no chapter is called 'ddb'"),
-        ('chapter = "ddp"', 'chapters = "ddp"', "chapter missing"),
+        ('chapter = "ddp"', 'chapters = "ddp"', "unexpected keyword argument 'chapters'"),
         ('asks = "b"', 'asks = ""', "asks must not be empty"),
         ("[2024]", "[2026, 2024]", r"years are \[2026, 2024\]"),
         ("[2024]", "[2023]", r"years are \[2023\]"),
         ('["README.md"]', '["README.md: no name"]', "neither FILE nor FILE: NAME"),
-        ('["make help"]', "[1]", "commands has 1, which is no text"),
-        ("[2024]", "2024", "years must be a list"),
         ("a", "a\x00", "cannot be read"),
     ],
 )

@@ -12,7 +12,7 @@ from writeup.__main__ import main
 from writeup.book import Book, choose_machine
 from writeup.chapters import introduction
 from writeup.compose import chapter, compose
-from writeup.contents import CHAPTERS
+from writeup.edition import CHAPTERS
 
 BOOK = Book(machine=choose_machine(Book().results, None))
 

@@ -21,8 +21,8 @@ from tests.support.ranks import patience
 from writeup import build as building
 from writeup.book import Book
 from writeup.compose import Manuscript, compose
-from writeup.freshness import ROOT
 from writeup.profiles import BELOW
+from writeup.proofs import ROOT
 from writeup.render import typst_of, write_figures, write_html, write_pdf
 
 EXTRA = ("matplotlib", "cycler", "pypandoc", "typst")

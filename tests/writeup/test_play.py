@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 import subprocess
 from itertools import accumulate, pairwise, product
 
@@ -131,8 +132,20 @@ def test_recorded_steps_send_and_hold_what_their_wrappers_say(data):
     assert max(gathered) == 3  # of four layers
 
 
+def test_another_process_computes_the_same_and_is_ended_if_nobody_asks(data, monkeypatch):
+    started, open_process = [], page.Popen
+    monkeypatch.setattr(
+        page, "Popen", lambda *words, **options: started.append(open_process(*words, **options)) or started[-1]
+    )
+    with page.numbers_ahead() as numbers:
+        assert json.loads(numbers()) == data
+    with pytest.raises(ZeroDivisionError), page.numbers_ahead():
+        raise ZeroDivisionError
+    assert [each.returncode for each in started] == [0, -signal.SIGKILL]
+
+
 def test_other_pages_stay_as_they_are():
-    assert page.with_play("<head></head><body></body>") == "<head></head><body></body>"
+    assert page.with_play("<head></head><body></body>", str) == "<head></head><body></body>"
 
 
 def test_every_part_works_from_a_file_by_the_keyboard(data, opened, tmp_path):
@@ -140,7 +153,8 @@ def test_every_part_works_from_a_file_by_the_keyboard(data, opened, tmp_path):
         tmp_path / "index.html",
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">',
     )
-    path.write_text(page.with_play(f"<!DOCTYPE html><head>{viewport}</head><body>{PARTS}</body>"), encoding="utf-8")
+    bare = f"<!DOCTYPE html><head>{viewport}</head><body>{PARTS}</body>"
+    path.write_text(page.with_play(bare, lambda: json.dumps(data)), encoding="utf-8")
     shown = opened(path)
     first = found(tables(data), {axis[0]: axis[4] for axis in data["axes"]})
     layout, pipeline, recorded = (shown.locator(f"#play-{name}") for name in ("layout", "pipeline", "steps"))

@@ -9,15 +9,13 @@ from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.traffic import sent
-from writeup.beside import Beside, beside
 from writeup.book import Book, Citation, facts, metric
-from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing
+from writeup.cells import NONE, Beside, beside, joined, median_ms, predicted_ms, prediction, timing
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
 from writeup.rank_runs import PLACES, Group, group_of, line_of, link_title
 from writeup.schematics import all_reduces
 from writeup.tables import Table
-from writeup.words import joined
 
 ONE, TWO = "all-reduce", "all-reduce, two nodes"
 STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")

@@ -12,13 +12,11 @@ from cs336_systems.cost.course.communication import best_count, overhead
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.traffic import sent
-from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms
-from writeup.chapters.wrappers import ALONE
+from writeup.cells import NONE, beside, median_ms
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, Line, fit, link_title, link_words, runs_of
+from writeup.rank_runs import ALONE, DDP, THROTTLED, Line, fit, link_title, link_words, runs_of
 from writeup.tables import Table
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward

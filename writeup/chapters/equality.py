@@ -4,12 +4,10 @@ from typing import Any
 
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
-from writeup.cells import NONE
+from writeup.cells import NONE, joined
 from writeup.equality import BITS, PROPERTIES, Row, matrix
-from writeup.freshness import STALE, changed_since
-from writeup.proofs import COMMAND, Report, read_report
+from writeup.proofs import COMMAND, STALE, Report, read_report
 from writeup.tables import markdown
-from writeup.words import joined
 
 TICK, FAILED, UNPROVEN = "✓", "✗", "○"
 HEADS = {"norm": "gradient norm"}
@@ -19,26 +17,34 @@ def content(book: Book) -> dict[str, Any]:
     """The table with its notes, how many cells are filled, and what the report was made on."""
     report, rows = read_report(), matrix()
     notes: dict[str, list[str]] = {}
-    lines = [_line(report, row, notes) for row in rows]
+    lines = [
+        {"<strategy": markdown_text(row.strategy)}
+        | {f"<{HEADS.get(name, name)}": _cell(report, row, name, notes) for name in PROPERTIES}
+        for row in rows
+    ]
     cells = [cell for row in rows for cell in row.cells.values()]
+    nodes = {node for cell in cells for node in cell.tests}
+    files = {node.partition("::")[0] for node in nodes} | {file for row in rows for file in row.files}
+    changed = report.changed(sorted(files))
+    failed = [node for node, proof in report.proofs.items() if proof.outcome == "failed"]
     return {
         "table": markdown(lines),
-        "notes": [_note(number, text, where) for number, (text, where) in enumerate(notes.items(), 1)],
+        "notes": [
+            f"{number}. {markdown_text(text[0].upper() + text[1:])} ({markdown_text('; '.join(where))})."
+            for number, (text, where) in enumerate(notes.items(), 1)
+        ],
         "proven": sum(bool(cell.tests) for cell in cells),
         "defined": sum(cell.is_defined for cell in cells),
         "unproven": sum(cell.is_defined and not cell.tests for cell in cells),
-        "tests": len({node for cell in cells for node in cell.tests}),
-        "failed": [_link(report, node) for node in report.proofs if report.proofs[node].outcome == "failed"],
+        "tests": len(nodes),
+        "failed": [f"[{markdown_text(node)}](#{report.proofs[node].anchor})" for node in failed],
         "source": provenance(report),
         "command": markdown_code(COMMAND),
         "published": published(book),
-        **_age(report, rows),
+        "stale": STALE,
+        "known": changed is not None,  # None if git cannot tell
+        "changed": [markdown_code(file) for file in changed or ()],
     }
-
-
-def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> dict[str, str]:
-    cells = {f"<{HEADS.get(name, name)}": _cell(report, row, name, notes) for name in PROPERTIES}
-    return {"<strategy": markdown_text(row.strategy)} | cells
 
 
 def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> str:
@@ -55,16 +61,8 @@ def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> s
 
 def _tick(report: Report, row: Row, node: str) -> str:
     proof = report.proof(node)
-    old = bool(report.older([node])) or bool(changed_since(str(report.environment.get("commit")), row.files))
+    old = report.changed([node, *row.files])
     return f"[{TICK if proof.outcome == 'passed' else FAILED}](#{proof.anchor}){STALE if old else ''}"
-
-
-def _note(number: int, text: str, where: list[str]) -> str:
-    return f"{number}. {markdown_text(text[0].upper() + text[1:])} ({markdown_text('; '.join(where))})."
-
-
-def _link(report: Report, node: str) -> str:
-    return f"[{markdown_text(node)}](#{report.proofs[node].anchor})"
 
 
 def published(book: Book) -> str:
@@ -73,14 +71,6 @@ def published(book: Book) -> str:
     found = joined(f"{row.values['difference'].text.split()[0]} on {row.keys['ranks']}" for row in table.rows)
     where = f"`{table.source.title}`, {table.source.year}, {markdown_text(table.hardware)}"
     return f"{found} GPUs as the largest difference from one GPU ({where})"
-
-
-def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:
-    """Files that have changed since the report, of the tests and of the strategies; None if git cannot tell."""
-    nodes = {node for row in rows for cell in row.cells.values() for node in cell.tests}
-    files = sorted({node.partition("::")[0] for node in nodes} | {file for row in rows for file in row.files})
-    changed = changed_since(str(report.environment.get("commit")), files)
-    return {"stale": STALE, "known": changed is not None, "changed": [markdown_code(file) for file in changed or ()]}
 
 
 def provenance(report: Report) -> str:

@@ -6,9 +6,8 @@ from typing import Any
 from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book
 from writeup.chapters.equality import provenance
-from writeup.freshness import ROOT, STALE, changed_since
 from writeup.gallery import Variant, variants
-from writeup.proofs import COMMAND, SAW, Report, read_report
+from writeup.proofs import COMMAND, ROOT, SAW, STALE, Report, read_report
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -38,8 +37,7 @@ def what_check_says() -> str:
 def _shown(report: Report, variant: Variant, first: dict[tuple[str, str], Variant]) -> dict[str, Any]:
     """Values of a variant for the template; `first` has the variants before it by their test's message."""
     catcher, saw = report.proof(variant.test), report.proof(f"{SAW}[{variant.name}]")
-    old = report.older([variant.test])
-    changed = changed_since(str(report.environment.get("commit")), [variant.file])
+    old, changed = report.changed([variant.test]), report.changed([variant.file])
     earlier = first.setdefault((saw.where, saw.message), variant)
     return {
         "title": markdown_text(variant.title),

@@ -104,14 +104,10 @@ def _rates_of(record: Record) -> Iterator[tuple[str, str, float]]:
     if "bandwidth_bytes_per_s" in known:
         yield "copies, read and written", "B/s", known["bandwidth_bytes_per_s"]
     if "link_bytes_per_s" in known:
-        link = f", {plain_link(config['link'])}" if config.get("link") else ""
-        yield f"between {config['ranks']} ranks{link}", "B/s", known["link_bytes_per_s"]
-        yield f"between {config['ranks']} ranks{link}", "latency", known["latency_ms"]
-
-
-def plain_link(name: str) -> str:
-    """Name of a record's link in the words of the text."""
-    return markdown_text(printable(name.replace("1gbit tbf", "1 Gbit/s link")))
+        link = markdown_text(printable(config.get("link", "").replace("1gbit tbf", "1 Gbit/s link")))
+        what = f"between {config['ranks']} ranks{', ' * bool(link)}{link}"
+        yield what, "B/s", known["link_bytes_per_s"]
+        yield what, "latency", known["latency_ms"]
 
 
 def rates_table(book: Book, records: Iterable[Record]) -> Table:

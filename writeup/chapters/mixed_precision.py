@@ -7,13 +7,11 @@ from benchmarks.records import Record
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
-from writeup.ceilings import original_seconds
-from writeup.cells import NONE, quoted
-from writeup.model_pairs import Pairs, cite, in_turn, predicted_ratio, published_pairs
+from writeup.cells import NONE, pair_ratios, quoted
+from writeup.model_pairs import Pairs, cite, in_turn, original_seconds, predicted_ratio, published_pairs
 from writeup.model_pairs import table as turns_table
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import pair_ratios
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
 TOY, OURS = "toy model of the course", "transformer of this project"

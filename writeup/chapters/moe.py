@@ -12,12 +12,11 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 from cs336_systems.host.text import markdown_code, markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, facts, metric
-from writeup.cells import NONE, prediction, ratio, timing
+from writeup.cells import NONE, prediction, ratio, times, timing
 from writeup.errors import Unmeasured
 from writeup.figures import Figure, drawn
 from writeup.layer_schematics import sorted_experts
 from writeup.tables import Table
-from writeup.words import times
 
 # What each benchmark measures unless told otherwise.
 LAYER = {"tokens": 2048, "d_model": 64, "top_k": 2, "backward": False}
@@ -26,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moe_eval": {"size": "fairseq-moe-twin", "eval_fraction": 0.05, "context": 2048},
     "moe_sweep": LAYER | {"skew": 0.5},
 }
+SHAPE = "{experts} experts of {d_model} x {d_ff}, {tokens} tokens a rank, {ranks} ranks"  # of a layer
 PROFILE, TIMES = "fairseq-moe-profile", "times"
 COMPARE = "python -m benchmarks.moe_eval --nproc 4 --moe both --profile --words slow"
 
@@ -34,7 +34,8 @@ def content(book: Book) -> dict[str, Any]:
     """Tables of a layer, of evaluations, of calls and of the sweep, and the values of the commentary."""
     layer, evaluation, sweep = (book.cite(name, settings) for name, settings in SETTINGS.items())
     counted = next((record for record in evaluation.measured if is_published(record)), None)
-    chosen = largest_cells(sweep)
+    most = {axis: max(sweep.values(axis)) for axis in ("ranks", "experts")} if sweep else {}
+    chosen = sweep.only(most)  # the figure has the others
     return {
         "arithmetic": arithmetic().markdown(0).partition("\n\n")[2],
         "layer": layer_table(book, layer),
@@ -47,9 +48,9 @@ def content(book: Book) -> dict[str, Any]:
         "sorted_experts": sorted_experts(),
         "sweep_picture": sweep_picture(sweep) if sweep.measured else None,
         "f": facts(lambda: spoken(sweep)),
-        "layer_shape": _layer_shape(layer),
+        "layer_shape": SHAPE.format(**layer.records[0].config) if layer else "",
         "widths": [model_preset(name).d_model for name in ("fairseq-moe-15b", "fairseq-moe-twin")],
-        "sweep_shape": f"{chosen.values('experts')[0]} experts on {chosen.values('ranks')[0]} ranks" if chosen else "",
+        "sweep_shape": f"{most['experts']} experts on {most['ranks']} ranks" if most else "",
     }
 
 
@@ -68,16 +69,6 @@ def layer_table(book: Book, cited: Citation) -> Table:
             "memory": format_bytes(metric(record, "peak_memory_bytes") or 0),
         })  # fmt: skip
     return Table(book, rows, cited)
-
-
-def _layer_shape(cited: Citation) -> str:
-    if not cited:
-        return ""
-    config = cited.records[0].config
-    return (
-        f"{config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
-        f"{config['ranks']} ranks"
-    )
 
 
 def _mb(nbytes: float | None) -> str:
@@ -119,13 +110,6 @@ def sweep_table(book: Book, cited: Citation) -> Table:
             "one-hot / sort": ratio(einsum),
         })  # fmt: skip
     return Table(book, rows, cited)
-
-
-def largest_cells(cited: Citation) -> Citation:
-    """Cells of the sweep with the most experts on the most ranks; the figure has the others."""
-    if not cited:
-        return cited
-    return cited.only(ranks=max(cited.values("ranks")), experts=max(cited.values("experts")))
 
 
 def sweep_picture(cited: Citation) -> Figure:

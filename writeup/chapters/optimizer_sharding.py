@@ -15,12 +15,10 @@ from cs336_systems.optim.adamw import AdamW
 from cs336_systems.presets import course_sizes, model_preset
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.traffic import sent
-from writeup.beside import beside
 from writeup.book import Book
-from writeup.cells import DOUBTFUL, NONE, quoted
+from writeup.cells import DOUBTFUL, NONE, beside, joined, quoted
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import joined
 
 YEAR, RANKS = 2024, 2
 WHOLE, SHARDED = "stage 0", "stage 1"

@@ -10,11 +10,11 @@ from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup import plausibility_rules as rules
 from writeup.book import Book
+from writeup.cells import joined
 from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass
 from writeup.plausibility_figures import label
 from writeup.publications import ORIGINAL, Publications, PublishedTable
 from writeup.tables import markdown
-from writeup.words import joined
 
 MOST = 20  # means listed
 

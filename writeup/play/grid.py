@@ -3,12 +3,13 @@
 The page looks numbers up and never interpolates: there is no second implementation that could differ from the first.
 """
 
+import json
 from functools import cache
 from itertools import product
 from typing import Any
 
 from cs336_systems.cost.domain import outside, time_range
-from cs336_systems.cost.machines import GIB, System, system_preset
+from cs336_systems.cost.machines import GIB, system_preset
 from cs336_systems.cost.plan import RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
@@ -50,17 +51,18 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
     stack, steps = STACKS[usual_stack(values["zero"])], list[StepTime]()
     degrees = {name: values[name] for name in ("tp", "pp", "dp", "zero", "micro_batch")}
     for machine in AXES["machine"][2]:
-        system = _machine(machine, stack.name)
+        system = stack.on(system_preset(machine))
         plan = Plan(**degrees, sequence=values["tp"] > 1, global_batch=BATCH, overlap=system.overlap)
         steps.append(step_time(*stack.shape(_model(values["model"], values["recompute"]), plan), SEQUENCE, system))
     stage, parts = peak_bytes(steps[0].config, steps[0].plan, SEQUENCE)
     needed, timed = sum(parts.values()), list[tuple[list[float], list[str]]]()
     low, high = stack.bytes(needed)
     for step in steps:
-        seconds = [*(step.parts[name] for name in TIMES), step.total, *time_range(step)]
+        notes = outside(step)
+        seconds = [*(step.parts[name] for name in TIMES), step.total, *time_range(step, notes)]
         verdict = sum(each <= usable_memory(step.system) for each in (low, needed))
         numbers = [*(1e3 * each for each in seconds), 100 * step.mfu, verdict]
-        timed.append(([*map(short, numbers)], outside(step)))
+        timed.append(([*map(short, numbers)], notes))
     nbytes = [needed, low, high, *(parts.get(name, 0.0) for name in MEMORY)]
     return [plan.ranks, plan.microbatches, stage, *(short(each / GIB) for each in nbytes)], timed
 
@@ -140,6 +142,5 @@ def _model(name: str, recompute: str) -> ModelConfig:
     return model_preset(name).override(recompute=RECOMPUTE[recompute], **shape)
 
 
-@cache
-def _machine(name: str, stack: str) -> System:
-    return STACKS[stack].on(system_preset(name))
+if __name__ == "__main__":
+    print(json.dumps(grid()))

@@ -1,8 +1,12 @@
 """The page with its interactive parts: style, numbers as JSON, and the script that looks them up."""
 
 import json
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 from writeup.play.grid import grid
 from writeup.play.steps import steps
@@ -10,7 +14,7 @@ from writeup.play.steps import steps
 HERE = Path(__file__).parent
 
 
-def with_play(page: str) -> str:
+def with_play(page: str, numbers: Callable[[], str]) -> str:
     """An HTML page with what makes its `::: {.play #play-layout}` and the like playable; one without any as it is."""
     if 'class="play"' not in page:
         return page
@@ -20,11 +24,23 @@ def with_play(page: str) -> str:
     # Jinja2 and pandoc have run before: the text that is added here is this project's own.
     return (
         f"{head}<style>\n{style}</style>\n{found}{body}"
-        f'<script type="application/json" id="playdata">{data()}</script>\n<script>\n{script}</script>\n{end}{last}'
+        f'<script type="application/json" id="playdata">{numbers()}</script>\n<script>\n{script}</script>\n{end}{last}'
     )
 
 
-@cache
-def data() -> str:
-    """All numbers in one line of JSON, which ends no script."""
-    return json.dumps({**grid(), "steps": steps()}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+def data(layouts: dict[str, Any] | None = None) -> str:
+    """All numbers in one line of JSON, which ends no script; `layouts` is `grid()` where that is known."""
+    found = {**(layouts or grid()), "steps": steps()}
+    return json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+@contextmanager
+def numbers_ahead() -> Iterator[Callable[[], str]]:
+    """`data` for the end of the block, in which another core computes the grid."""
+    command = [sys.executable, "-m", "writeup.play.grid"]
+    # In a session of its own, it does not get Ctrl-C, after which it would print a traceback: it is killed.
+    with Popen(command, cwd=HERE.parents[1], stdout=PIPE, text=True, start_new_session=True) as process:
+        try:
+            yield lambda: data(json.loads(process.communicate()[0]))
+        finally:
+            process.kill()  # if nobody asked, or the build failed

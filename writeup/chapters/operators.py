@@ -1,4 +1,4 @@
-"""Operators of a pass: number of calls, and share of its time."""
+"""Operators of a step: number of calls and share of its time, and a flame graph of it."""
 
 from typing import Any
 
@@ -8,14 +8,13 @@ from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import ModelConfig, preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, quoted
-from writeup.profiles import largest, plain_profiles, tables
+from writeup.cells import NONE, joined, quoted, times
+from writeup.profiles import largest, plain_profiles, profile_picture, tables
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import joined, times
 
-SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
+LEAST = 5e-4  # share of a part that is listed
 SOFTMAX, SCORES = "softmax of attention", "both products"
 SOFTMAX_FLOPS = 5  # of an element: compare, subtract, exponentiate, add, divide
 
@@ -23,17 +22,25 @@ Profile = dict[str, Any]
 
 
 def content(book: Book) -> dict[str, Any]:
-    """The tables of operators, the shares, and the answers to the course's questions."""
+    """The tables of operators and of parts, the flame graph, and the answers to the course's questions."""
     cited = plain_profiles(book)
     main = largest(cited)
     profile = tables(book, main) if main else None
+    one = cited.only(size=main.config["size"]) if main else cited
     return {
-        "forward": operators(book, cited, main, profile, "forward"),
-        "step": operators(book, cited, main, profile, "step"),
+        "forward": operators(book, one, profile, "forward"),
+        "step": operators(book, one, profile, "step"),
         "shares": shares(book, cited),
         "softmax": softmax(book, cited),
         "more": more_time_than_flops(cited, book),
-    }
+        "flame": profile_picture(
+            book, main, "flame",
+            "One training step, from the top down: step, phase, module, operator. Width is time; the blocks are added "
+            "up.",
+            "An icicle of one step: forward, backward and optimizer, below them modules and their operators",
+        ),
+        "parts": parts(book, one, profile),
+    }  # fmt: skip
 
 
 def config_of(record: Record) -> ModelConfig:
@@ -61,7 +68,7 @@ def flops_ratio(config: ModelConfig) -> float:
     return SOFTMAX_FLOPS * scores / forward_flops(config, 1, config.context_length)["scores"]
 
 
-def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
+def operators(book: Book, cited: Citation, profile: Profile | None, period: str) -> Table:
     """Calls and times of the operators of a phase, in one step."""
     rows = []
     if profile:
@@ -75,7 +82,7 @@ def operators(book: Book, cited: Citation, main: Record | None, profile: Profile
             }
             for row in by_self_time(profile, period)[:SHOWN]
         ]  # fmt: skip
-    return Table(book, rows, cited.only(size=main.config["size"]) if main else cited)
+    return Table(book, rows, cited)
 
 
 def shares(book: Book, cited: Citation) -> Table:
@@ -88,7 +95,7 @@ def shares(book: Book, cited: Citation) -> Table:
             predicted = record.predicted.get(name)
             row |= {head: f"{record.metrics[name]:.1%}",
                     f"predicted, {head}": NONE if predicted is None else f"{predicted:.1%}"}  # fmt: skip
-        theirs = book.published.value(SOURCE, "operator shares", pass_=period, operator="aten::mm")
+        theirs = book.published.value(ORIGINAL, "operator shares", pass_=period, operator="aten::mm")
         rows[-1] |= {head: quoted(book, theirs, "%"), f"predicted, {head}": NONE}
     return Table(book, rows, cited)
 
@@ -128,3 +135,16 @@ def more_time_than_flops(cited: Citation, book: Book) -> str:
     return (
         joined(f"{times(each)} ({size})" for size, each in found.items()) if min(found.values(), default=0) > 1 else ""
     )
+
+
+def parts(book: Book, cited: Citation, profile: Profile | None) -> Table:
+    """The whole step by part of the model; each moment is in one row."""
+    ways = {"in forward": ("forward",), "in backward": ("backward", "recomputed"), "elsewhere": ("other",)}
+    listed = [each for each in profile["parts"] if each["share"] >= LEAST] if profile else []
+    whole = sum(each[name] for each in (profile or {"parts": []})["parts"] for way in ways.values() for name in way)
+    rows = []
+    for each in listed:
+        spent = {head: sum(each[name] for name in names) for head, names in ways.items()}
+        shares = {head: f"{found / whole:.1%}" if found else NONE for head, found in spent.items()}
+        rows.append({"<part": each["name"], **shares, "in all": f"{each['share']:.1%}"})
+    return Table(book, rows, cited)
