@@ -82,7 +82,10 @@ REFUSED = {
         "--compile --wrapper flat": "cannot be combined with --wrapper flat",
         "--nvtx": "--nvtx makes ranges for nsys, which follows a GPU",
     },
-    "norms": {"--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1."},
+    "norms": {
+        "--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1.",
+        "--columns 2": "Invalid value for '--columns': 2 is not in the range x>=3.",
+    },
     "attention": {
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
         "--candidate tiled": "nothing to measure: tiled is no candidate for the grid course",
