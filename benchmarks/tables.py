@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -60,28 +61,30 @@ def kernel_pages(results: Path) -> list[str]:
     return [page for name, sheet in sheets.items() for page in pages(results, name, sheet.page)]
 
 
-def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts, checkpoints or long
-    sequences, or those of the cost model.
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "e2e": lambda results: pages(results, "e2e", passes),
+    "parallel": parallel_tables,
+    "kernels": kernel_pages,
+    "memory": lambda results: pages(results, "memory", memory_tables.sheets),
+    "scaling": scaling_tables,
+    "experts": expert_tables,
+    "cost": cost_tables,
+    "checkpoints": lambda results: pages(results, "checkpoints", checkpoints.sheets),
+    "context": lambda results: pages(results, "long_context", long_context.sheets, shared=True),
+}
 
-    Raises UserError if there is no record at all.
-    """
-    make = {
-        "parallel": parallel_tables, "kernels": kernel_pages, "scaling": scaling_tables, "experts": expert_tables,
-        "cost": cost_tables, "checkpoints": lambda results: pages(results, "checkpoints", checkpoints.sheets),
-        "memory": lambda results: pages(results, "memory", memory_tables.sheets),
-        "context": lambda results: pages(results, "long_context", long_context.sheets, shared=True),
-        "e2e": lambda results: pages(results, "e2e", passes),
-    }[what]  # fmt: skip
+
+def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
+    """Every machine's tables of one kind. Raises UserError if there is no record at all."""
     with shown(results):
-        tables = make(results)
-    if not tables and what in FIRST:
+        tables = TABLES[what](results)
+    if tables:
+        return "\n\n".join(tables)
+    if what in FIRST:
         return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
-    if not tables:
-        raise UserError(
-            f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
-        )
-    return "\n\n".join(tables)
+    raise UserError(
+        f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
+    )
 
 
 def folded(tables: str) -> str:
@@ -104,7 +107,7 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints", "context"]),
+    type=click.Choice(list(TABLES)),
     default="e2e",
     help="Whole passes (e2e), several ranks (parallel), layouts (scaling), long sequences (context), or as named.",
 )

@@ -34,14 +34,16 @@ MEANING = {
 def cost_tables(results: Path) -> list[str]:
     """Every table, as Markdown."""
     runs = read_runs(PUBLISHED)
+    constants = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
+    notebook = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
     parts = [
         ("Machines", machines_table()),
-        ("Constants", constants_table()),
+        ("Constants", markdown(("constant", "meaning", "value"), constants, 1)),
         ("Stacks", stacks_table()),
         ("Published runs, by family", families_table(runs)),
         ("Those of 2020 and of Korthikanti, one by one", runs_table([run for run in runs if run.id.startswith(OWN)])),
         ("Predicted and measured by this project's own benchmarks", own_table(results)),
-        ("What the notebook has otherwise", notebook_table()),
+        ("What the notebook has otherwise", markdown(("", "the notebook", "right", "effect"), notebook, 0)),
     ]
     return [f"### {title}\n\n{table}" for title, table in parts]
 
@@ -75,12 +77,6 @@ def machines_table() -> str:
             names.setdefault(f"{field}: {source}", []).append(system.name)
     lines = [f"- {source} ({', '.join(machines)})" for source, machines in names.items()]
     return "\n".join([table, "", "Each for one accelerator, links in one direction. Sources:", "", *lines])
-
-
-def constants_table() -> str:
-    """Table of constants that data sheets do not give."""
-    rows = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
-    return markdown(("constant", "meaning", "value"), rows, 1)
 
 
 def stacks_table() -> str:
@@ -152,9 +148,3 @@ def predicted_ratio(record: Record) -> float | None:
         if said and seen:
             return float(said / seen)
     return None
-
-
-def notebook_table() -> str:
-    """Values printed by the roofline notebook, the right ones, and the effect of the difference."""
-    rows = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
-    return markdown(("", "the notebook", "right", "effect"), rows, 0)
