@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.lib.memory_tables import sheets
 from benchmarks.lib.options import command, refuse_ignored
-from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import Strategy, best, model_residuals, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
-from benchmarks.lib.workload import Case, ModelOptions, Workload, model_config
+from benchmarks.lib.workload import Bench, Case, ModelOptions, PassSettings, Workload, make_bench, model_config
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts

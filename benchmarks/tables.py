@@ -13,9 +13,9 @@ from benchmarks.lib import memory_tables
 from benchmarks.lib.cost_tables import cost_tables
 from benchmarks.lib.expert_tables import expert_tables
 from benchmarks.lib.parallel_tables import parallel_tables
-from benchmarks.lib.plan import PassSettings
 from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.lib.sheets import day, groups, machine, pages
+from benchmarks.lib.workload import PassSettings
 from benchmarks.records import RESULTS, Record, shown
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
