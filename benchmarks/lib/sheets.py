@@ -123,8 +123,10 @@ class Sheet:
             columns = [(head, cell) for head, cell in self.columns if any(map(cell, shown))]
             note = f"{self.caption}\n{ceilings(records)} triton: {records[0].environment['triton']}"
             show([self.table(shown, columns, note)])
-        told = [(each, each.flags[each.status == "out-of-memory" :]) for each in records]  # the table shows the others
-        told = [replace(each, flags=[flag for flag in flags if not flag.startswith("noisy")]) for each, flags in told]
+        told = []
+        for each in records:
+            flags = each.flags[each.status == "out-of-memory" :]  # the table shows the others
+            told.append(replace(each, flags=[flag for flag in flags if not flag.startswith("noisy")]))
         for line in remarks(told, lambda each: f"{self.shape(each)} {each.config['pass']} {each.config['candidate']}"):
             console.console().print(line, markup=False)
 
