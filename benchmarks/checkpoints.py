@@ -48,10 +48,9 @@ TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function to time, its baseline, what runs `after` it untimed, and for one that saves how the gate loads."""
+    """A function to time, what runs `after` it untimed, and for one that saves how the gate loads."""
 
     run: Callable[[], object]
-    rival: str
     after: Callable[[], object] = lambda: None
     load: Callable[[], object] | None = None
 
@@ -132,15 +131,13 @@ def candidates(bench: Bench) -> dict[str, Candidate]:
             tensor.copy_(loaded[key])
 
     return {
-        OURS: Candidate(save_it, DCP_SAVE, load=load_it),
-        BACKGROUND: Candidate(
-            lambda: saver.start(next(numbers), *bench.state.pieces(), {}), DCP_SAVE, saver.finish, load_it
-        ),
-        LOAD: Candidate(load_it, DCP_LOAD),
-        DCP_SAVE: Candidate(dcp_save, DCP_SAVE, forget, dcp_load),
-        DCP_LOAD: Candidate(dcp_load, DCP_LOAD),
-        TORCH_SAVE: Candidate(torch_save, DCP_SAVE, load=torch_load),
-        TORCH_LOAD: Candidate(torch_load, DCP_LOAD),
+        OURS: Candidate(save_it, load=load_it),
+        BACKGROUND: Candidate(lambda: saver.start(next(numbers), *bench.state.pieces(), {}), saver.finish, load_it),
+        LOAD: Candidate(load_it),
+        DCP_SAVE: Candidate(dcp_save, forget, dcp_load),
+        DCP_LOAD: Candidate(dcp_load),
+        TORCH_SAVE: Candidate(torch_save, load=torch_load),
+        TORCH_LOAD: Candidate(torch_load),
     }
 
 
@@ -219,13 +216,14 @@ def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) 
     mine = take_turns(turns, settings.rounds, quiet=group.rank() > 0)
     samples = {name: gather_times(each, group, bench.device).amax(dim=0).tolist() for name, each in mine.items()}
     records, shape = [], {"d_model": config.d_model, "layers": config.num_layers}
-    for name, candidate in rivals.items():
-        metrics = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
+    for name in rivals:
+        metrics = summarise(samples[name])
+        metrics |= ratios(samples[name], samples[DCP_LOAD if name in (LOAD, DCP_LOAD, TORCH_LOAD) else DCP_SAVE])
         what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()} | shape
         what |= {"link": settings.link} if settings.link else {}
         expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
-        found = metrics | {"bytes": bench.nbytes}
-        records.append(Record("checkpoints", what, stamp, samples[name], found, expected, noise(metrics)))
+        metrics |= {"bytes": bench.nbytes}
+        records.append(Record("checkpoints", what, stamp, samples[name], metrics, expected, noise(metrics)))
     return records
 
 

@@ -14,9 +14,8 @@ from benchmarks import e2e
 from benchmarks.harness import interleave, ratios, take_turns
 from benchmarks.lib.gate import check
 from benchmarks.lib.options import command
-from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.sheets import median, ratio, remarks, show, time
-from benchmarks.lib.workload import PHASES, Case, Workload
+from benchmarks.lib.workload import PHASES, Bench, Case, PassSettings, Workload, make_bench
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.errors import UserError

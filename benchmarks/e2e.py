@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.lib.gate import check
 from benchmarks.lib.options import command, refuse_ignored
-from benchmarks.lib.plan import Bench, PassSettings, make_bench, peak_of
 from benchmarks.lib.sheets import median, remarks, show, time
-from benchmarks.lib.workload import PHASES, Case, Workload
+from benchmarks.lib.workload import PHASES, Bench, Case, PassSettings, Workload, make_bench, peak_of
 from benchmarks.records import Record
 from cs336_systems.cost import MODES, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts

@@ -19,8 +19,7 @@ from benchmarks.lib.contest import OURS, UnavailableError, format_ms, ran_out
 from benchmarks.lib.gate import make_it_matter, tolerance
 from benchmarks.lib.kernel import BOTH, Function
 from benchmarks.lib.options import COUNT, DeviceOptions, command
-from benchmarks.lib.plan import instead_of_kernels, measure_once
-from benchmarks.lib.workload import Case, compile_model
+from benchmarks.lib.workload import Case, compile_model, instead_of_kernels, measure_once
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError

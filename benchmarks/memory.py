@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.lib.memory_tables import sheets
 from benchmarks.lib.options import command, refuse_ignored
-from benchmarks.lib.plan import Bench, PassSettings, make_bench
 from benchmarks.lib.residuals import Strategy, best, model_residuals, neighbours, square_root_rule, strategy, sweep
 from benchmarks.lib.sheets import show
-from benchmarks.lib.workload import Case, ModelOptions, Workload, model_config
+from benchmarks.lib.workload import Bench, Case, ModelOptions, PassSettings, Workload, make_bench, model_config
 from benchmarks.records import Record
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
@@ -201,8 +200,7 @@ def show_plan(runs: list[Peak], usable: int) -> None:
 @command(MemorySettings)
 def main(settings: MemorySettings) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, beside predictions."""
-    if "recompute_every" in refuse_ignored(CLASHES) and settings.recompute != "segments":
-        raise UserError(f"--recompute-every needs --recompute segments, not {settings.recompute}; add it, or drop both")
+    refuse_ignored(CLASHES)
     device = settings.on
     usable, cases = usable_memory(device), settings.cases(device)
     if settings.smoke:

@@ -45,7 +45,8 @@ class NormSettings(KernelSettings):
 
     candidate: tuple[str, ...] = setting((), ONE_CANDIDATE, type=click.Choice(list(NORM.candidates)))
     rows: int | None = setting(None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=COUNT)
-    columns: tuple[int, ...] = setting((), "Columns; may be repeated.", type=COUNT)
+    # Of two columns a LayerNorm's gradient is zero but for rounding, and of one an RMSNorm's: no gate could compare it.
+    columns: tuple[int, ...] = setting((), "Columns, at least 3; may be repeated.", type=click.IntRange(3))
 
     def tasks(self, device: torch.device) -> list[SizedTask]:
         """The passes to measure: the write-up's and a language model's, or those that were asked for."""

@@ -121,8 +121,6 @@ def work(place: Place, settings: ProfilingSettings) -> None:
     case = settings.case(settings.size, device)
     wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
     build = BUILDS[wrapper]
-    share = place.local_world_size if device.type == "cpu" else 1
-    case.require_fit(settings.size, "step", usable_memory(device) // share, modes=())
     with distributed(device, backend, settings.timeout, place) as group:
         first = group.rank() == 0
         error, tolerance = check_model(case)
@@ -158,10 +156,13 @@ def main(settings: ProfilingSettings) -> None:
     here = find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
     device = settings.on
-    settings.case(settings.size, device)
+    case = settings.case(settings.size, device)
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
+        case = settings.case(settings.size, device)
     folder = settings.folder(ranks)
+    sharing = here.local_world_size if here.world_size > 1 else ranks
+    case.require_fit(settings.size, "step", usable_memory(device) // (sharing if device.type == "cpu" else 1), modes=())
     with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0:

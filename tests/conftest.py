@@ -205,7 +205,7 @@ def quick_probe(monkeypatch):
     """Commands that this process runs do not measure the machine's speed."""
     for name in (
         "cs336_systems.train.__main__.probe",
-        "benchmarks.lib.plan.measure_once",
+        "benchmarks.lib.workload.measure_once",
         "benchmarks.profiling_run.probe",
     ):
         monkeypatch.setattr(name, made_up)

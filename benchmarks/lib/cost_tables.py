@@ -13,7 +13,7 @@ from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
 from cs336_systems.cost.notebook.tables import DIFFERENCES
 from cs336_systems.cost.runs import PUBLISHED, TrainingRun, families, left_out_errors, read_runs, summed_up
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.host.text import markdown_row
+from cs336_systems.host.table import Table
 
 OWN = ("kort22", "mlm2020")
 MEANING = {
@@ -34,25 +34,21 @@ MEANING = {
 def cost_tables(results: Path) -> list[str]:
     """Every table, as Markdown."""
     runs = read_runs(PUBLISHED)
-    parts = [
-        ("Machines", machines_table()),
-        ("Constants", constants_table()),
-        ("Stacks", stacks_table()),
-        ("Published runs, by family", families_table(runs)),
-        ("Those of 2020 and of Korthikanti, one by one", runs_table([run for run in runs if run.id.startswith(OWN)])),
-        ("Predicted and measured by this project's own benchmarks", own_table(results)),
-        ("What the notebook has otherwise", notebook_table()),
-    ]
-    return [f"### {title}\n\n{table}" for title, table in parts]
+    constants = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
+    notebook = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
+    tables = (
+        machines_table(),
+        Table("Constants", ("constant", "meaning", "value"), constants),
+        stacks_table(),
+        families_table(runs),
+        runs_table([run for run in runs if run.id.startswith(OWN)]),
+        own_table(results),
+        Table("What the notebook has otherwise", ("", "the notebook", "right", "effect"), notebook),
+    )
+    return [table.markdown(level=3).rstrip("\n") for table in tables]
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
-    """A table whose last columns, so many, are numbers."""
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * (len(columns) - numbers)}{' --: |' * numbers}"]
-    return "\n".join([*lines, *(markdown_row(row) for row in rows)])
-
-
-def machines_table() -> str:
+def machines_table() -> Table:
     """Table of the machine presets, and the sources of their figures."""
     columns: dict[str, Callable[[System], str]] = {
         "machine": lambda it: it.name,
@@ -68,22 +64,16 @@ def machines_table() -> str:
         "network GB/s": lambda it: f"{it.between.bandwidth / 1e9:.4g}",
     }
     rows = [[cell(system) for cell in columns.values()] for system in SYSTEMS.values()]
-    table = markdown([*map(str.strip, columns)], rows, len(columns) - 1)
     names: dict[str, list[str]] = {}
     for system in SYSTEMS.values():
         for field, source in system.sources.items():
             names.setdefault(f"{field}: {source}", []).append(system.name)
     lines = [f"- {source} ({', '.join(machines)})" for source, machines in names.items()]
-    return "\n".join([table, "", "Each for one accelerator, links in one direction. Sources:", "", *lines])
+    note = "\n".join(["Each for one accelerator, links in one direction. Sources:", "", *lines])
+    return Table("Machines", [*map(str.strip, columns)], rows, note)
 
 
-def constants_table() -> str:
-    """Table of constants that data sheets do not give."""
-    rows = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
-    return markdown(("constant", "meaning", "value"), rows, 1)
-
-
-def stacks_table() -> str:
+def stacks_table() -> Table:
     """Implementations: their constants, the range of measured over predicted, and what they do to memory."""
     rows = []
     for each in STACKS.values():
@@ -92,10 +82,11 @@ def stacks_table() -> str:
         memory = f"state x {each.state:g}, activations x {each.activations:g}, + {each.besides:g} GiB"
         ranges = (f"{low:.2f} to {high:.2f}" for low, high in (each.range, each.memory_range))
         rows.append((each.name, each.about, f"{own}{f'; on H100 {newer}' if newer else ''}", memory, *ranges))
-    return markdown(("stack", "what it is", "constants of its own", "memory", "time, range", "memory, range"), rows, 4)
+    heads = ("stack", "what it is", "constants of its own", "memory", "time, range", "memory, range")
+    return Table("Stacks", heads, rows)
 
 
-def families_table(runs: Sequence[TrainingRun]) -> str:
+def families_table(runs: Sequence[TrainingRun]) -> Table:
     """The error of each family, those that constants were fitted to first; then sentences on those that were fitted, on
     those that were not, and on figures without a source."""
     lines = []
@@ -118,19 +109,20 @@ def families_table(runs: Sequence[TrainingRun]) -> str:
         )
     unchecked = sum(not run.given["checked"] for run in runs)
     said.append(f"{unchecked} of all figures are quoted from memory of the table that is named.")
-    return f"{markdown(columns, lines, 6)}\n\n{' '.join(said)}"
+    return Table("Published runs, by family", columns, lines, " ".join(said))
 
 
-def runs_table(runs: Sequence[TrainingRun]) -> str:
+def runs_table(runs: Sequence[TrainingRun]) -> Table:
     """Predicted and measured seconds of some runs."""
     lines = []
     for run, step in ((run, run.step) for run in runs):
         cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{run.error:+.1%}", f"{step.mfu:.1%}"
         lines.append((run.id, f"{run.plan.ranks} {run.system.name}", *cells))
-    return markdown(("run", "machines", "measured s", "predicted s", "error", "MFU"), lines, 4)
+    heads = ("run", "machines", "measured s", "predicted s", "error", "MFU")
+    return Table("Those of 2020 and of Korthikanti, one by one", heads, lines)
 
 
-def own_table(results: Path) -> str:
+def own_table(results: Path) -> Table:
     """Table of predicted over measured time, for each benchmark's records that have a prediction."""
     lines = []
     for path in sorted(results.glob("*/*.jsonl")):
@@ -142,7 +134,7 @@ def own_table(results: Path) -> str:
         cells = [f"{median(ratios):.2f}", *(f"{a:.2f} to {b:.2f}" for a, b in ((low, high), (ratios[0], ratios[-1])))]
         lines.append((path.parent.name, path.stem, str(len(ratios)), *cells, f"{near:.0%}"))
     columns = ("machine", "benchmark", "records", "predicted / measured", "quartiles", "range", "within a quarter")
-    return markdown(columns, lines, 5)
+    return Table("Predicted and measured by this project's own benchmarks", columns, lines)
 
 
 def predicted_ratio(record: Record) -> float | None:
@@ -152,9 +144,3 @@ def predicted_ratio(record: Record) -> float | None:
         if said and seen:
             return float(said / seen)
     return None
-
-
-def notebook_table() -> str:
-    """Values printed by the roofline notebook, the right ones, and the effect of the difference."""
-    rows = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
-    return markdown(("", "the notebook", "right", "effect"), rows, 0)

@@ -245,11 +245,9 @@ def theirs(package: str, module: str, name: str, *more: Any, **options: Any) -> 
     def load(task: object, device: torch.device) -> Function:
         try:
             found = getattr(import_module(module), name)
-        except ModuleNotFoundError as error:
-            missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
-            raise UnavailableError(missing) from None
         except (ImportError, AttributeError) as error:
-            raise UnavailableError(f"{package}: {error}") from None
+            absent = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
+            raise UnavailableError(f"{package} is not installed" if absent else f"{package}: {error}") from None
         function = getattr(found, "apply", found)
         return lambda *inputs: function(*inputs, *more, **options)
 

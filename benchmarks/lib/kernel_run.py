@@ -15,8 +15,8 @@ from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
 from benchmarks.lib.contest import OURS, SAMPLE_MS, Contest, Entry, Stopwatch, format_ms
 from benchmarks.lib.kernel import DtypeName, Kernel
 from benchmarks.lib.options import DeviceOptions, Recorder
-from benchmarks.lib.plan import measure_once
 from benchmarks.lib.sheets import Sheet
+from benchmarks.lib.workload import measure_once
 from benchmarks.records import Record
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from math import ceil, sqrt
+from math import ceil, log2, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -222,9 +222,8 @@ def strategy(
             before = [0, *accumulate(blocks)]
             most = max(i // every * stream + before[i + 1] - before[i - i % every] for i in range(len(blocks)))
         case "nested":
-            # The input of every second half on the way; that of the first halves is their parent's.
-            kept = 2 * stream
-            most = max(_second_halves(i, len(blocks)) * stream + block for i, block in enumerate(blocks))
+            # The input of every second half on the way to the last block; that of the first halves is their parent's.
+            kept, most = 2 * stream, ceil(log2(len(blocks))) * stream + max(blocks)
         case _:
             kept = most = sum(blocks)
     fused = config.kernels == "triton" and not config.bert_heads  # the logits are never made whole
@@ -244,15 +243,6 @@ def _kept(config: ModelConfig, batch: int, seq: int, precision: Precision) -> Ke
     head = sum(each.nbytes for each in outside if (each.dtype, each.nbytes) != targets)
     shared = found.nbytes - 2 * sum(blocks) - head
     return Kept(shared, tuple(blocks[i % kinds] for i in range(config.num_layers)), head)
-
-
-def _second_halves(block: int, depth: int) -> int:
-    """Number of second halves on the way from all blocks to one of them, by halving."""
-    first, last, turns = 0, depth, 0
-    while last - first > 1:
-        middle = (first + last) // 2
-        first, last, turns = (first, middle, turns) if block < middle else (middle, last, turns + 1)
-    return turns
 
 
 def sweep(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> list[Strategy]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +12,7 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 from cs336_systems.host.table import Table
 
 Item = TypeVar("Item")
+MOST_NAMES = 12  # before a remark
 
 
 def machine(record: Record) -> str:
@@ -64,7 +63,8 @@ def remarks(records: Sequence[Record], name: Callable[[Record], str]) -> list[st
         for flag in record.flags:
             found.setdefault(flag, []).append(name(record))
     shared = [flag for flag, names in found.items() if 1 < len(names) == len(records)]
-    return [*(f"{', '.join(names)}: {flag}" for flag, names in found.items() if flag not in shared), *shared]
+    who = {flag: ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) for flag, names in found.items()}
+    return [*(f"{who[flag]}: {flag}" for flag in found if flag not in shared), *shared]
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -118,24 +118,17 @@ class Sheet:
         return [self.table(shown, self.columns[:2])] if shown else []
 
     def show(self, records: Sequence[Record]) -> None:
-        """Print all passes, a shape at a time, then the candidates that cannot do them and what is suspect."""
+        """Print all passes, then the candidates that cannot do them and what is suspect."""
         if shown := [record for record in records if record.status != "unsupported"]:
             columns = [(head, cell) for head, cell in self.columns if any(map(cell, shown))]
             note = f"{self.caption}\n{ceilings(records)} triton: {records[0].environment['triton']}"
-            table, rows = self.table(shown, columns, note), list[list[str]]()
-            for where, same in groupby(table.rows, itemgetter(0)):
-                rows.append([where, *[""] * (len(table.heads) - 2)])
-                rows += [[f"  {name}", what, *cells] for _, what, name, *cells in same]
-            show([replace(table, heads=[self.what, *table.heads[1:2], *table.heads[3:]], rows=rows, names=True)])
-        found = dict[str, dict[str, None]]()
-        for record in records:
-            for flag in record.flags[record.status == "out-of-memory" :]:  # which the table shows
-                if not flag.startswith("noisy"):  # as the table shows, too
-                    places = found.setdefault(f"{record.config['candidate']}: {flag}", {})
-                    places[f"{self.shape(record)}, {record.config['pass']}"] = None
-        for flag, places in found.items():
-            where = "; ".join(places) if len(places) <= 3 else f"{len(places)} shapes"
-            console.console().print(f"{flag} ({where})", markup=False)
+            show([self.table(shown, columns, note)])
+        told = []
+        for each in records:
+            flags = each.flags[each.status == "out-of-memory" :]  # the table shows the others
+            told.append(replace(each, flags=[flag for flag in flags if not flag.startswith("noisy")]))
+        for line in remarks(told, lambda each: f"{self.shape(each)} {each.config['pass']} {each.config['candidate']}"):
+            console.console().print(line, markup=False)
 
 
 def metric(key: str, form: Callable[[Any], str], of: str = "metrics") -> Callable[[Record], str]:

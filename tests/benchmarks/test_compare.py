@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import compare
-from benchmarks.lib import plan
+from benchmarks.lib import workload
 from benchmarks.records import read_records
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
@@ -13,7 +13,7 @@ TINY = ("--device", "cpu", "--size", "tiny", "--batch-size", "1", "--context", "
 
 
 def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "instead_of_kernels", lambda case: ["a reason for doubt"])
+    monkeypatch.setattr(workload, "instead_of_kernels", lambda case: ["a reason for doubt"])
     arguments = [*TINY, "--steps", "3", "--results", "out"]
     variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
     assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks import e2e
 from benchmarks.harness import Measurement, WrongResultError
-from benchmarks.lib import plan
+from benchmarks.lib import workload
 from benchmarks.lib.gate import check
 from benchmarks.lib.workload import Case, Workload
 from benchmarks.records import read_records
@@ -32,8 +32,8 @@ def run(*arguments: str) -> int:
     return run_command(e2e.main, ["--device", "cpu", *arguments])
 
 
-def bench(usable: int, **settings) -> plan.Bench:
-    return plan.Bench(plan.PassSettings(**settings), CPU, FAST, usable, {})
+def bench(usable: int, **settings) -> workload.Bench:
+    return workload.Bench(workload.PassSettings(**settings), CPU, FAST, usable, {})
 
 
 def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
@@ -118,7 +118,7 @@ def test_what_was_measured_outlives_what_fails_later(in_tmp, monkeypatch):
 
 def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
     monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
-    one_layer_each(monkeypatch, plan.PassSettings)
+    one_layer_each(monkeypatch, workload.PassSettings)
     assert run("--all-sizes", "--year", "2024", "--results", str(tmp_path)) == 0
     records = read_records(tmp_path / "e2e.jsonl")
     assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "2.7B"]
@@ -139,18 +139,18 @@ def test_long_passes_are_repeated_less():
     case = Case(SMALL, 16, "fp32", False, CPU)
     slow = replace(bench(10**12), hardware=Hardware("slow", 1e6, 1e5, ""))
     assert slow.passes(case, "step") == 2 + 2
-    assert replace(slow, settings=plan.PassSettings(steps=7, warmup=0)).passes(case, "step") == 7
+    assert replace(slow, settings=workload.PassSettings(steps=7, warmup=0)).passes(case, "step") == 7
     assert bench(10**12).passes(case, "step") == 2 + 5
 
 
 def test_a_modes_peak_is_its_own():
     first, later = {"forward": 5, "backward": 7, "optimizer": 9}, {"forward": 8, "backward": 11, "optimizer": 10}
     done = Measurement({}, first, later)
-    assert plan.peak_of(done, "forward-backward", False) == 7  # before the optimizer made its state
-    assert plan.peak_of(done, "step", False) == 11
-    assert plan.peak_of(done, "backward", compiled=True) is None  # the compiler was in it
-    assert plan.peak_of(done, "step", compiled=True) == 11
-    assert plan.peak_of(Measurement({}), "step", False) is None
+    assert workload.peak_of(done, "forward-backward", False) == 7  # before the optimizer made its state
+    assert workload.peak_of(done, "step", False) == 11
+    assert workload.peak_of(done, "backward", compiled=True) is None  # the compiler was in it
+    assert workload.peak_of(done, "step", compiled=True) == 11
+    assert workload.peak_of(Measurement({}), "step", False) is None
 
 
 @pytest.mark.parametrize(("warmup", "order"), [("0", ["forward", "step", "gate"]), ("1", ["gate"])])

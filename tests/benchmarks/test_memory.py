@@ -9,9 +9,8 @@ import torch
 
 from benchmarks import memory
 from benchmarks.lib.memory_tables import label, peak_row
-from benchmarks.lib.plan import Bench
 from benchmarks.lib.residuals import neighbours, strategy, sweep
-from benchmarks.lib.workload import Case
+from benchmarks.lib.workload import Bench, Case
 from benchmarks.records import Record, read_records
 from benchmarks.tables import measured_tables
 from cs336_systems.cost import Hardware

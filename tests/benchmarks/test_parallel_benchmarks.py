@@ -147,11 +147,11 @@ def restore_case(group, folder: str) -> list[str]:
             if key != but:
                 tensor.copy_(kept[key])
 
-    bench.check("right", checkpoints.Candidate(keep, "", load=give_back))
+    bench.check("right", checkpoints.Candidate(keep, load=give_back))
     said = []
     for wrong in (lambda: None, lambda: give_back(but="embedding.tokens.weight/exp_avg_sq")):
         try:
-            bench.check("wrong", checkpoints.Candidate(keep, "", load=wrong))
+            bench.check("wrong", checkpoints.Candidate(keep, load=wrong))
         except checkpoints.WrongResultError as error:
             said.append(str(error))
         give_back()

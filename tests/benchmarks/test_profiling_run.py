@@ -139,11 +139,16 @@ def test_a_report_of_a_foreign_trace(tmp_path, capsys):
     assert (tmp_path / "index.html").exists()
 
 
-def test_a_step_that_does_not_fit_is_one_line(in_tmp, capsys):
-    options = ["--size", "tiny", "--batch-size", "500000", "--device", "cpu", "--results", "r"]
+def test_a_step_that_does_not_fit_is_one_line_before_ranks_start(in_tmp, capsys, monkeypatch):
+    monkeypatch.setattr(profiling_run, "start_ranks", lambda *args: pytest.fail("a rank was started"))
+    config = ProfilingSettings(**SMALL).case("tiny", torch.device("cpu")).config
+    need = sum(observe_passes(config, 1, 16).memory("step").values())
+    monkeypatch.setattr(profiling_run, "usable_memory", lambda device: 2 * need - 1)  # which two ranks share
+    options = ["--size", "tiny", "--batch-size", "1", "--context", "16", "--device", "cpu", "--nproc", "2"]
     assert run_command(profiling_run.main, options) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "error: tiny with batch 500000 x 128 needs" in line
+    assert "error: tiny with batch 1 x 16 needs" in line
+    assert not list(in_tmp.iterdir())
 
 
 def test_traces_of_more_ranks_are_named_before_anything_is_measured(tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.lib import kernel_run, launcher, parallel_run, plan, scaling_study
+from benchmarks.lib import kernel_run, launcher, parallel_run, scaling_study, workload
 from cs336_systems.host.console import run_command
 from kernels.launch import INTERPRETED
 from tests.support.machine import made_up
@@ -82,7 +82,10 @@ REFUSED = {
         "--compile --wrapper flat": "cannot be combined with --wrapper flat",
         "--nvtx": "--nvtx makes ranges for nsys, which follows a GPU",
     },
-    "norms": {"--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1."},
+    "norms": {
+        "--rows 0": "Invalid value for '--rows': 0 is not in the range x>=1.",
+        "--columns 2": "Invalid value for '--columns': 2 is not in the range x>=3.",
+    },
     "attention": {
         "--dim 0": "Invalid value for '--dim': 0 is not in the range x>=1.",
         "--candidate tiled": "nothing to measure: tiled is no candidate for the grid course",
@@ -154,7 +157,7 @@ def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, m
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):
         monkeypatch.setattr(place, "measure_once", made_up, raising=False)
-    monkeypatch.setattr(plan, "probe", lambda *_: pytest.fail("measured in vain"))
+    monkeypatch.setattr(workload, "probe", lambda *_: pytest.fail("measured in vain"))
     (in_tmp / "file").write_text("")
     (in_tmp / "text").write_text("a" * 1000)
     device = [] if name in NO_DEVICE or "--device cuda" in words else ["--device", "cpu"]

@@ -13,7 +13,6 @@ import pytest
 from rich.table import Table
 
 from benchmarks import tables
-from benchmarks.lib.cost_tables import markdown
 from benchmarks.records import RESULTS, appended, read_records
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import LiteralConsole, progress, run_command
@@ -202,7 +201,6 @@ def test_the_pages_that_records_become():
     assert "<" not in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) for row in rows} == {9}
-    assert is_plain(markdown(["a", "b"], [[EVERYTHING, "1"]], 1))
     assert is_plain(appended(2, Path(EVERYTHING)))
 
 

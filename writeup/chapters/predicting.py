@@ -14,7 +14,6 @@ from cs336_systems.cost.plots import roofline
 from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run, read_runs
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.text import markdown_text, plot_text
-from cs336_systems.presets import model_preset
 from writeup.book import Book
 from writeup.figures import COLOURS, Figure, draw, drawn
 from writeup.tables import Table
