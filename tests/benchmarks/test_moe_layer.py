@@ -1,7 +1,6 @@
 """The benchmark of one expert layer and the sweep over many: what they count, what their gates refuse, the plot."""
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -52,7 +51,7 @@ def measured_case(rank: int, world: int, folder: str) -> list[dict]:
     expert_layer.probe = lambda *_: IDEAL  # probing takes longer than all the rest
     settings = moe_layer.MoELayerSettings(**TINY)
     place = Place(rank, world, rank, world, f"{folder}/store")
-    return expert_layer.work(place, settings, "moe_layer", partial(moe_layer.enter, settings))["records"]
+    return expert_layer.work(place, settings)["records"]
 
 
 def test_bytes_are_those_predicted_and_records_hold_every_candidate():
@@ -90,7 +89,7 @@ def sees(settings: moe_layer.MoELayerSettings, group, wrong: str) -> str | None:
 
     MoELayer.by_sort = by_sort if group.rank() == 0 else right
     try:
-        moe_layer.enter(settings, group, {})
+        settings.enter(group, {})
     except WrongResultError as refused:
         return str(refused)
     finally:
@@ -206,8 +205,7 @@ def sweep_case(rank: int, world: int, folder: str) -> list[dict]:
     expert_layer.probe = lambda *_: IDEAL
     expert_layer.ONE_HOT_LIMIT = LIMIT
     settings = MoESweepSettings(**SWEPT, capacity=CAPACITIES)
-    place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
-    return expert_layer.work(place, settings, "moe_sweep", enter)["records"]
+    return expert_layer.work(Place(rank, world, rank, world, f"{folder}/store"), settings)["records"]
 
 
 def broken_and_right_case(rank: int, world: int, folder: str) -> dict:
@@ -248,10 +246,10 @@ def test_a_sweep_records_every_cell_and_what_it_drops_and_of_wrong_layers_nothin
 def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys):
     here, run = Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1"), Mock()
     run.return_value = {"records": []}
-    monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr(launcher, "on_ranks", run)
     for arguments in ([], ["--nproc", "2", "--smoke"]):
         assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
-    assert [call.args[0] for call in run.call_args_list] == [1, 2, 4, 2]
+    assert [call.args[2] for call in run.call_args_list] == [1, 2, 4, 2]
     monkeypatch.setattr(launcher, "find_place", lambda: here)
     assert run_command(moe_sweep.main, ["--results", "other"]) == 0
     assert len(run.call_args_list) == 5
@@ -264,10 +262,10 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys)
 def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
     """Without matplotlib the table and the records are all there is."""
 
-    def run(self, count, *_):
+    def run(here, device, count, *_):
         return {"records": [asdict(each) for each in grid() if each.config["ranks"] == count]}
 
-    monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr(launcher, "on_ranks", run)
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
