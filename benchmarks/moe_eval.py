@@ -187,9 +187,8 @@ def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> 
     print(
         f"{config.num_layers} layers of random weights, {config.expert_layers} of them with experts, width "
         f"{config.d_model}, {config.vocab_size} words, {settings.precision}; "
-        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, "
-        f"one a batch for each of {scorer.mesh.data.size()} ranks with other blocks "
-        f"({scorer.mesh or 'one process'})"
+        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, each on one of "
+        f"{scorer.mesh.data.size()} data-parallel ranks ({scorer.mesh or 'one process'})"
     )
     for record in records:
         found = record.metrics

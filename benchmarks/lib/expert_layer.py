@@ -46,7 +46,7 @@ EXPERT_LAUNCHES = 63  # operators of a sorted layer: router, sort, gather, exper
 # Of tensors of tokens x experts x slots, by `one_hot.py`: those that a rank holds at once at most, writes or reads, and
 # makes, which a CPU gives new memory each time; booleans are a quarter.
 ONE_HOT_TENSORS, ONE_HOT_PASSES, ONE_HOT_MADE = 4, 12, 5.25
-ONE_HOT_LIMIT = 1e9  # bytes of such a tensor, above which only the sort is timed
+ONE_HOT_LIMIT = 4e9  # bytes of these at once, above which only the sort is timed
 GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
 STAGES = 16  # roundings that follow one another in an output: the weights of choices, two layers, GELU, the sum
 
@@ -118,11 +118,8 @@ class Way:
 
     def too_large(self, tokens: int, group: Group) -> str:
         """Reason why one-hot tensors for these slots are too large, the same on every rank; empty if they are not."""
-        nbytes, have = self.one_hot_bytes(tokens), room(group, DEVICE)
-        need = ONE_HOT_TENSORS * nbytes
+        need, have = ONE_HOT_TENSORS * self.one_hot_bytes(tokens), min(room(group, DEVICE), ONE_HOT_LIMIT)
         shape = f"{tokens} tokens x {self.config.num_experts} experts x {self.slots(tokens)} slots"
-        if nbytes > ONE_HOT_LIMIT:
-            return f"a one-hot tensor of {shape} has {format_bytes(nbytes)}, more than {format_bytes(ONE_HOT_LIMIT)}"
         return (need > have) * (
             f"one-hot tensors of {shape} need {format_bytes(need)} on each of {group.size()} ranks, where "
             f"{format_bytes(have)} are usable"

@@ -68,7 +68,8 @@ class StepSettings(ParallelSettings):
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """The settings, the ranks of this many machines, and the measured speed at which they compute and communicate."""
+    """The settings, the ranks of this many machines, the measured speed at which they compute and communicate, and the
+    bytes that each candidate was seen to hold, where they were counted."""
 
     settings: StepSettings
     arena: Arena
@@ -76,6 +77,7 @@ class ParallelRun:
     hardware: Hardware
     link: Link
     stamp: dict[str, Any]
+    held: dict[str, dict[str, int]]
 
     @property
     def ranks(self) -> int:
@@ -140,7 +142,7 @@ def worker_run(
     benchmark: str,
     candidates: dict[str, Build],
     make_record: Callable[[ParallelRun, str, dict[str, Turn]], Record],
-    before: Callable[[Arena], None] = lambda arena: None,
+    before: Callable[[Arena], dict[str, dict[str, int]]] = lambda arena: {},
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
     device, config = settings.on, settings.config()
@@ -156,8 +158,8 @@ def worker_run(
         link = probe_link(group, device)
         stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
         arena = Arena(config, settings.batch_size, candidates, group, device)
-        before(arena)
-        run = ParallelRun(settings, arena, place.world_size // place.local_world_size, hardware, link, stamp)
+        held, nodes = before(arena), place.world_size // place.local_world_size
+        run = ParallelRun(settings, arena, nodes, hardware, link, stamp, held)
         if first:
             print(f"gate: every candidate's update equals the mean gradient's within {max(errors.values()):.1e}")
         expected = len(candidates) * settings.rounds * (UNTIMED + settings.steps) * sum(run.compute_seconds().values())

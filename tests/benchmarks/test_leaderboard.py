@@ -63,7 +63,7 @@ def test_the_predicted_time_is_that_of_the_hand_count():
 
 
 def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(leaderboard, "TINY", PLAIN)
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     assert run_command(leaderboard.main, ["--device", "cpu", "--steps", "2", "--results", "out"]) == 0
     skipped, done = read_records(in_tmp / "out/leaderboard.jsonl")
     assert (skipped.status, skipped.flags, skipped.samples_ms) == ("unsupported", ["needs a GPU"], [])
@@ -141,7 +141,7 @@ def test_a_parameter_without_a_gradient_or_a_wrong_loss_gets_no_speed(in_tmp, mo
         list(model.parameters())[-1].requires_grad_(False)
         return model
 
-    monkeypatch.setattr(leaderboard, "TINY", PLAIN)
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     with monkeypatch.context() as frozen:
         frozen.setattr(leaderboard.TransformerLM, "bfloat16", freeze)
         with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
@@ -155,7 +155,7 @@ def test_a_parameter_without_a_gradient_or_a_wrong_loss_gets_no_speed(in_tmp, mo
 
 def test_running_out_of_memory_is_recorded(in_tmp, monkeypatch):
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-    monkeypatch.setattr(leaderboard, "TINY", PLAIN)
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
     monkeypatch.setattr(leaderboard, "time_step", Mock(side_effect=error))
     assert run_command(leaderboard.main, ["--device", "cpu", "--task", "step-2026", "--results", "out"]) == 0
     (record,) = read_records(in_tmp / "out/leaderboard.jsonl")
