@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
@@ -49,12 +50,11 @@ class LongContextSettings(LayoutOptions):
     steps: int = setting(2, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(1, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
 
-    @property
-    def words(self) -> dict[str, str]:
-        """The trainer's words in messages, and this command's."""
-        advice = "raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size"
-        sizes = "--size or --micro-batch-size"
-        return {"--context ": "--contexts ", sizes: "--size or --contexts", advice: "lower --contexts"}
+    words: ClassVar[dict[str, str]] = {
+        "--context ": "--contexts ",
+        "--size or --micro-batch-size": "--size or --contexts",
+        "raise --tp, --pp or --zero, use --recompute segments, or lower --micro-batch-size": "lower --contexts",
+    }
 
     def layouts(self) -> list[Layout]:
         """One rank and the three ways, at every length. Raises UserError for a length that does not divide."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 from benchmarks.harness import line_up, noise, take_turns
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, count_calls
 from benchmarks.lib.expert_scores import RUN, TAGS, Blocks, How, Scorer, Tally
-from benchmarks.lib.expert_tables import calls, derived, evaluations, is_published, show
+from benchmarks.lib.expert_tables import calls, evaluations, show
 from benchmarks.lib.options import RankOptions, command
 from benchmarks.lib.profiling_record import collect_files
 from benchmarks.lib.scaling_record import crowded
@@ -31,7 +32,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, os_errors, setting
 from cs336_systems.host.machine import environment, usable_memory
-from cs336_systems.host.text import printable
 from cs336_systems.layout import check_divides, check_experts
 from cs336_systems.presets import Dispatch, ModelConfig, preset
 from cs336_systems.profiling import read_trace, trace_files
@@ -42,8 +42,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 # What makes a smoke run short, in place of what was said.
 SMOKE: dict[str, Any] = {"d_model": 16, "vocab_size": 256, "context": 32, "batches": 1, "num_experts": 8}
 KEPT = 0.1  # of the text, at its end, is what is evaluated
-RATIOS = {"CPU time of an expert layer": "cpu_ms_per_layer", "CPU time of a batch": "cpu_ms_per_batch"}
-RATIOS |= {"time of a batch": "mean_ms", "bytes of an all-to-all": "bytes_per_all_to_all"}
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
 
@@ -58,8 +56,7 @@ class MoEEvalSettings(ExpertOptions, RankOptions):
     context: int | None = setting(None, "Tokens in a block.  [default: the preset's]", type=COUNT)
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting("fp32", "Dtype of weights and activations.")
     data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
-    batch_size: int = setting(1, "Blocks per batch, on each rank.", type=COUNT)
-    batches: int = setting(5, "Batches of each rank, or fewer if the text is short.", type=COUNT)
+    batches: int = setting(5, "Batches of each rank, a block each, or fewer if the text is short.", type=COUNT)
     warmup: int = setting(1, "Untimed batches before the timed ones.", type=NATURAL)
     moe: Literal["sort", "einsum", "both"] | None = setting(  # type: ignore[assignment]
         None, "Dispatch by a sort, by one-hot tensors, or both in turn.  [default: sort; with --profile both]"
@@ -136,7 +133,7 @@ def make_record(
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_experts", "vocab_size")},
         **{name: getattr(mixture, name) for name in ("top_k", "eval_fraction", "capacity_factor")},
         **{name: sizes[name] for name in ("tp", "ep", "dp")}, "ranks": mesh.world.size(), "moe": tally.dispatch,
-        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": scorer.rows,
+        "data": scorer.blocks.name, "context": scorer.blocks.context, "batch_size": 1,
         "batches": len(samples),
     }  # fmt: skip
     names = dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))
@@ -146,10 +143,10 @@ def make_record(
     predicted: dict[str, Any] = {}
     if sizes["ep"] > 1:
         config = replace(config, mixture=replace(mixture, dispatch=tally.dispatch))
-        rows = cost.computed_rows(config, scorer.rows * scorer.blocks.context, training=False)  # of a balanced router
+        rows = cost.computed_rows(config, scorer.blocks.context, training=False)  # of a balanced router
         predicted["bytes_per_all_to_all"] = cost.row_bytes(config, rows, DTYPES[settings.precision].itemsize)
     flags = noise(metrics)
-    if scorer.device.type == "cpu" and (note := crowded(mesh.world.size(), stamp["threads"])):
+    if scorer.device.type == "cpu" and (note := crowded(mesh.world.size())):
         flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
     return Record("moe_eval", what, stamp, samples, metrics, predicted, flags)
 
@@ -161,8 +158,8 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
         mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
-        scorer = Scorer(config, blocks, mesh, device, DTYPES[settings.precision], settings.batch_size, free)
-        batches = min(settings.batches, blocks.batches(mesh.data.size(), settings.batch_size))
+        scorer = Scorer(config, blocks, mesh, device, DTYPES[settings.precision], free)
+        batches = min(settings.batches, ceil(blocks.count / mesh.data.size()))
         tallies = play(scorer, settings, batches, quiet)
         # The first batches once more. With --profile, traces are left as well.
         how = scorer, min(batches, PROFILED), settings.words, settings.size
@@ -188,13 +185,10 @@ def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> 
     blocks, config, out = scorer.blocks, scorer.config, console.console()
     scored = -(-records[0].metrics["tokens"] // blocks.context)
     print(
-        f"{settings.size}, random weights: {config.num_layers} layers, {config.expert_layers} of them with "
-        f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
-    )
-    print(
-        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, "
-        f"{settings.batch_size} a batch for each of {scorer.mesh.data.size()} ranks with other blocks "
-        f"({scorer.mesh or 'one process'})"
+        f"{config.num_layers} layers of random weights, {config.expert_layers} of them with experts, width "
+        f"{config.d_model}, {config.vocab_size} words, {settings.precision}; "
+        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, each on one of "
+        f"{scorer.mesh.data.size()} data-parallel ranks ({scorer.mesh or 'one process'})"
     )
     for record in records:
         found = record.metrics
@@ -206,28 +200,11 @@ def report(settings: MoEEvalSettings, scorer: Scorer, records: list[Record]) -> 
             f"{found['tokens']:,} tokens in {whole}, without reading words {without}"
         )
     show(evaluations, records)
-    if len(records) > 1:
-        einsum, sort = records[0].metrics, records[1].metrics
-        named = (f"{name} {einsum[key] / sort[key]:.1f} x" for name, key in RATIOS.items() if sort[key])
-        print("einsum over sort: " + ", ".join(named))
     for record in records:
         if record.config["moe"] == "einsum":
             out.print(calls(record).table())
-            print(compared(record))
-        for flag in record.flags:
-            print(printable(f"note: {record.config['moe']}: {flag}"))
     for folder in settings.folders.values():
         write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
-
-
-def compared(record: Record) -> str:
-    """Compare the numbers of calls with those that follow from the shape, and with the published ones: a line."""
-    counted, due = record.metrics["calls"], derived(record)
-    wrong = [f"{name} {count:,}" for name, (count, _) in due.items() if set(counted[name]) != {count}]
-    line = f"{len(due) - len(wrong)} of {len(due)} numbers that follow from the shape came out"
-    line += f", but not {', '.join(wrong)}" if wrong else ""
-    same = sum(set(counted[name]) == {count} for name, count in PUBLISHED.items())
-    return line + (f"; {same} of {len(PUBLISHED)} are the published ones" if is_published(record) else "")
 
 
 @command(MoEEvalSettings)

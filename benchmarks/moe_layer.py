@@ -30,6 +30,7 @@ SMOKE: dict[str, Any] = {"experts": 8, "tokens": 64, "d_model": 16, "d_ff": 32, 
 class MoELayerSettings(LayerSettings):
     """Options of the command line, one field each."""
 
+    benchmark = "moe_layer"
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
     eval_fraction: float = setting(
         0.05, "Capacity of an expert, as a share of a rank's tokens.", type=click.FloatRange(0, 1, min_open=True)
@@ -42,20 +43,18 @@ class MoELayerSettings(LayerSettings):
         """The sorted layer. Raises UserError for one that cannot be."""
         return self.sorted(self.experts, Mixture(eval_fraction=self.eval_fraction))
 
-
-def enter(settings: MoELayerSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
-    """The candidates, after the gate, which also looks at a single slot per expert: that drops tokens. Raises UserError
-    if the one-hot tensors do not fit, and WrongResultError for a layer that computes something else."""
-    sort, about = settings.sort(), about | {"eval_fraction": settings.eval_fraction, "link": ""}
-    bench = Bench(sort.config, 0.0, group)
-    found = cell(bench, sort, about)
-    if len(found) < 2:
-        raise UserError(f"{sort.too_large(settings.tokens, group)}: choose fewer experts, tokens or slots")
-    few = bench.fewer(sort)  # a share of 1 / few is one slot
-    bench.check(sort.changed("sort, one slot", eval_fraction=1 / few), few)
-    dropless = sort.changed("sort, dropless", eval_fraction=0.0)
-    bench.check(dropless)
-    return [*found, Candidate(bench, dropless, about, found[1])]
+    def enter(self, group: Group, about: dict[str, Any]) -> list[Candidate]:
+        """See there; the gate also looks at a single slot per expert, which drops tokens. Raises UserError if the
+        one-hot tensors do not fit."""
+        sort, about = self.sort(), about | {"eval_fraction": self.eval_fraction, "link": ""}
+        bench = Bench(sort.config, 0.0, group)
+        found = cell(bench, sort, about)
+        if len(found) < 2:
+            raise UserError(f"{sort.too_large(self.tokens, group)}: choose fewer experts, tokens or slots")
+        bench.check(sort.changed("sort, one slot", eval_fraction=1 / self.tokens))
+        dropless = sort.changed("sort, dropless", eval_fraction=0.0)
+        bench.check(dropless)
+        return [*found, Candidate(bench, dropless, about, found[1])]
 
 
 @command(MoELayerSettings)
@@ -65,7 +64,7 @@ def main(settings: MoELayerSettings) -> None:
         settings = replace(settings, **SMOKE)
     settings.sort()
     counts = rank_counts([settings.nproc] if settings.nproc else [], [2], [settings.experts])
-    run(settings, "moe_layer", counts, partial(show, layers), work, partial(enter, settings))
+    run(settings, settings.benchmark, counts, partial(show, layers), work)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff":
 class MoESweepSettings(LayerSettings):
     """Options of the command line, one field each."""
 
+    benchmark = "moe_sweep"
     experts: tuple[int, ...] = setting((8, 32, 128, 512), "Experts of the layer; may be repeated.", type=COUNT)
     capacity: tuple[str, ...] = setting(
         ("1x", "2x", "4x", "0.05", "dropless"),
@@ -54,6 +55,17 @@ class MoESweepSettings(LayerSettings):
     def cell(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell of the grid. Raises UserError for one that cannot be."""
         return self.sorted(experts, *parse_capacity(capacity))
+
+    def enter(self, group: Group, about: dict[str, Any]) -> list[Candidate]:
+        """See there: all cells of the grid, sorted and, where tensors are not too large, one-hot."""
+        found, count = list[Candidate](), len(self.experts) * len(self.capacity)
+        with console.progress(f"{group.size()} rank(s), gate", count, quiet=group.rank() > 0) as advance:
+            for experts in self.experts:
+                bench = Bench(self.cell(experts, "dropless").config, self.skew, group)
+                for capacity in self.capacity:
+                    found += cell(bench, self.cell(experts, capacity), about | {"capacity": capacity})
+                    advance(f"{experts} experts, {capacity}")
+        return found
 
 
 def parse_capacity(text: str) -> tuple[Mixture, bool]:
@@ -71,19 +83,6 @@ def parse_capacity(text: str) -> tuple[Mixture, bool]:
     raise UserError(f"--capacity {text!r} is none: write 2x, or a share of the tokens such as 0.05, or dropless")
 
 
-def enter(settings: MoESweepSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
-    """All cells of the grid for these ranks, seen by the gate, sorted and, where tensors are not too large, one-hot.
-    Every rank decides alike. Raises WrongResultError for a cell whose two layers differ."""
-    found, count = list[Candidate](), len(settings.experts) * len(settings.capacity)
-    with console.progress(f"{group.size()} rank(s), gate", count, quiet=group.rank() > 0) as advance:
-        for experts in settings.experts:
-            bench = Bench(settings.cell(experts, "dropless").config, settings.skew, group)
-            for capacity in settings.capacity:
-                found += cell(bench, settings.cell(experts, capacity), about | {"capacity": capacity})
-                advance(f"{experts} experts, {capacity}")
-    return found
-
-
 @command(MoESweepSettings)
 def main(settings: MoESweepSettings) -> None:
     """Time and plot expert layers over experts, capacities and ranks, with dispatch by sort and by one-hot tensors."""
@@ -92,7 +91,7 @@ def main(settings: MoESweepSettings) -> None:
     counts = rank_counts(settings.nproc, (1, 2) if settings.smoke else (1, 2, 4), settings.experts)
     for experts, capacity in product(settings.experts, settings.capacity):
         settings.cell(experts, capacity)
-    shown = run(settings, "moe_sweep", counts, partial(show, sweep), work, partial(enter, settings))
+    shown = run(settings, settings.benchmark, counts, partial(show, sweep), work)
     if shown and not settings.smoke:
         picture = settings.records_folder(DEVICE) / "moe_sweep.svg"
         print(printable(f"plot in {save(draw(shown), picture, '--results')}") if can_plot() else HOW_TO_PLOT)

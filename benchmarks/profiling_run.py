@@ -131,7 +131,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
             if first:
                 print(f"gate: {wrapper}'s update equals the mean gradient's within {max(errors.values()):.1e}")
         hardware = probe(device, case.precision, device_name(device), budget=0.02 if settings.smoke else 0.3)
-        link = probe_link(group, device, "nccl" if backend == "nccl" else "gloo") if group.size() > 1 else None
+        link = probe_link(group, device) if group.size() > 1 else None
         events = take_steps(case, build, settings, group, folder)
         agree("the traces are written", "", group)
         if not place.one_machine:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import click
 
@@ -22,7 +22,7 @@ from benchmarks.lib.scaling_logs import read_runs
 from benchmarks.lib.scaling_plot import draw
 from benchmarks.lib.scaling_record import make_record, peak_flops, pipeline_bubble, study_run
 from benchmarks.lib.scaling_study import Layout, LayoutOptions, Study
-from benchmarks.lib.scaling_tables import PUBLISHED, markdown, run_sheets, sheets
+from benchmarks.lib.scaling_tables import PUBLISHED, run_sheets, sheets
 from benchmarks.lib.sheets import show
 from benchmarks.records import Record, shown
 from cs336_systems.comm import find_place
@@ -52,10 +52,7 @@ class ScalingSettings(LayoutOptions):
     objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
     micro_batch_size: int = setting(4, "Sequences that pass through the model at once.", type=COUNT)
-    global_batch_per_dp: int | None = setting(
-        None, "Weak scaling: sequences of each data-parallel replica in a step.  [default: 16]", type=COUNT
-    )
-    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
+    global_batch_per_dp: int = setting(16, "Sequences of each data-parallel replica in a step.", type=COUNT)
     precision: tuple[str, ...] = setting(
         ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(get_args(Precision))
     )
@@ -65,27 +62,20 @@ class ScalingSettings(LayoutOptions):
     sequence_parallel: bool = setting(False, "Split activations along the sequence, in layouts with tp ranks.")
     recompute: Recompute = setting("none", "Activations that backward recomputes instead of keeping them.")
 
-    @property
-    def words(self) -> dict[str, str]:
-        """The trainer's words in messages, and this command's."""
-        shared = "choose a smaller --size or fewer ranks in --grid, which share this memory"  # no degree adds any
-        more = shared if self.on.type == "cpu" else "raise tp or pp in --grid, or --zero"
-        return {" (--batch-size)": "", "raise --tp, --pp or --zero": more}
+    words: ClassVar[dict[str, str]] = {
+        " (--batch-size)": "",
+        "raise --tp, --pp or --zero": "choose a smaller --size or fewer ranks in --grid, which share this memory, or "
+        "on GPUs raise tp, pp or --zero",
+    }
 
     def shortened(self, alone: bool) -> Self:
         """The settings of a smoke run: what the user has changed stays, and so do layouts of torchrun's ranks."""
-        less = SMOKE | ({} if alone else {"grid": self.grid})
-        return self.smaller(**(less | {"global_batch_per_dp": None} if self.global_batch_size else less))
+        return self.smaller(**SMOKE | ({} if alone else {"grid": self.grid}))
 
     def layouts(self, started: int) -> list[Layout]:
         """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks as it
         started. Raises UserError for the first that cannot be. Options that a layout does not use keep their defaults.
         """
-        if self.global_batch_size and self.global_batch_per_dp:
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} keeps the batch, --global-batch-per-dp "
-                f"{self.global_batch_per_dp} lets it grow with the replicas: give one of the two"
-            )
         grid = [each for each in parse_grid(self.grid) if started in (1, each[0] * each[1] * each[2])]
         if not grid:
             raise UserError(f"{started} ranks were started, and --grid {self.grid} has no layout of {started}")
@@ -94,7 +84,7 @@ class ScalingSettings(LayoutOptions):
             self.layout(
                 f"{tp}x{pp}x{dp}" + ("" if precision == "fp32" else f" {precision}"), tp * pp * dp,
                 objective=self.objective, context=self.context, vocab_size=vocabulary, data=("random",),
-                batch_size=self.global_batch_size or (self.global_batch_per_dp or 16) * dp,
+                batch_size=self.global_batch_per_dp * dp,
                 micro_batch_size=self.micro_batch_size, recompute=self.recompute, tp=tp, pp=pp, dp=dp,
                 precision=precision, zero=self.zero if dp > 1 else 0, schedule=self.schedule if pp > 1 else None,
                 chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
@@ -129,7 +119,7 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
         "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
         "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
         "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
-        "scaling": "strong" if settings.global_batch_size else "weak", "data": "random",
+        "scaling": "weak", "data": "random",
         "base": base.label.split()[0] if base else None, "device": settings.on.type,
         "backend": settings.joined_by(max(2, layout.ranks)), "layout": layout.label.split()[0],
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "ranks": layout.ranks,
@@ -142,7 +132,7 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
     # The turn of median speed, the slower of two: its time and its timers are of one window.
     typical = sorted(layout.turns, key=lambda turn: fmean(turn["samples_ms"]))[len(layout.turns) // 2]
     size = config, shape.global_batch, layout.seq
-    step_ms, together = fmean(typical["samples_ms"]), peak_flops(peak, layout.ranks, settings.threads)
+    step_ms, together = fmean(typical["samples_ms"]), peak_flops(peak, layout.ranks)
     flops = sum(forward_flops(*size).values()) + backward_flops(*size)
     metrics = record.metrics | efficiencies(layout, base) | {
         "ms_per_sample": step_ms / shape.global_batch,
@@ -152,7 +142,7 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
         "peak_flops": together,
         "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
     }  # fmt: skip
-    metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes", "gpu_utilisation")}
+    metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes")}
     return replace(record, metrics=metrics)
 
 
@@ -183,9 +173,8 @@ def measure(settings: ScalingSettings) -> None:
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Picture: .png, .svg or .pdf.")
-def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: bool, picture: Path | None) -> None:
+def import_log(files: tuple[Path, ...], peak_tflops: float | None, picture: Path | None) -> None:
     """Print tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
 
     Without FILES, show the published study of BERT-345M.
@@ -198,10 +187,7 @@ def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: 
     if picture:
         check_path(picture, "--plot")
     with shown(" ".join(map(str, files)), "a run in {} lacks or garbles a field that is shown"):
-        if as_markdown:
-            print(markdown(runs), end="")
-        else:
-            show(run_sheets(runs))
+        show(run_sheets(runs))
         if picture:
             print(printable(str(save(draw(runs), picture, "--plot"))))
 

@@ -7,7 +7,6 @@ What a rank holds is counted from live storages, independently of the library's 
 import gc
 import sys
 import time
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -96,7 +95,7 @@ def predicted_ms(run: ParallelRun, name: str) -> float:
     return 1e3 * (sum(seconds.values()) + exposed + gather)
 
 
-def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
+def make_record(run: ParallelRun, name: str, turns: dict[str, Turn]) -> Record:
     """One candidate's record: times, traffic, and memory beside the formula's."""
     turn, arena = turns[name], run.arena
     metrics: dict[str, Any] = {}
@@ -109,7 +108,7 @@ def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, 
         for event in turn.events:
             sent["reductions" if event.verb in OF_GRADIENTS else "gathers"] += event.bytes_sent
         metrics |= {f"{kind}_bytes_sent": value for kind, value in sent.items()}
-    metrics |= {f"{kind}_bytes": value for kind, value in memory[name].items()}
+    metrics |= {f"{kind}_bytes": value for kind, value in run.held[name].items()}
     replicated = sum(p.numel() for p in arena.base.parameters() if p.dim() != 2)
     formula = zero_memory(arena.trainable, replicated, run.ranks, STAGE_OF[name])
     predicted = {"mean_ms": predicted_ms(run, name)} | {f"{kind}_bytes": value for kind, value in formula.items()}
@@ -118,9 +117,7 @@ def make_record(memory: dict[str, dict[str, int]], run: ParallelRun, name: str, 
 
 def work(place: Place, settings: StepSettings) -> None:
     """One rank's part."""
-    memory: dict[str, dict[str, int]] = {}
-    make, look = partial(make_record, memory), lambda arena: memory.update(held_memory(arena))
-    worker_run(place, settings, "zero", zero_candidates(), make, before=look)
+    worker_run(place, settings, "zero", zero_candidates(), make_record, held_memory)
 
 
 @command(StepSettings)

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.harness import WrongResultError, noise, require_close, summarise, time_ranks
 from benchmarks.lib.options import COUNT, RecordOptions
 from benchmarks.records import Record
-from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
+from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, backend_of, broadcast, distributed, subgroup
 from cs336_systems.comm.shared_verbs import shared_empty
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost.closed_forms import Link
@@ -97,14 +97,14 @@ class AllReduceJob:
             print(json.dumps(asdict(record), allow_nan=False), file=file)
 
 
-def probe(group: Group, device: torch.device, backend: str) -> Link:
+def probe(group: Group, device: torch.device) -> Link:
     """Measure the links of all ranks without a large all-reduce: one of 4 KiB, and a shift of 8 MB to the next rank.
 
     All send at once, as in a ring: ranks then share cores, memory and wire, which a lone pair would have to itself.
     """
     token, numel = torch.zeros(SMALL_BYTES // ITEM, device=device), PROBE_BYTES // ITEM
     outbox = shared_empty(numel, torch.float32, device, group).fill_(1)
-    shift = make_shift(outbox, torch.empty(numel, device=device), group, backend)
+    shift = make_shift(outbox, torch.empty(numel, device=device), group)
     # The long transfers come first: meanwhile the system separates ranks that began on one core.
     large = time_ranks(shift, group, device, warmup=2, steps=5)
     small = time_ranks(lambda: all_reduce(token, group, "probe").wait(), group, device, warmup=5, steps=20)
@@ -117,10 +117,10 @@ def link_of(small: Tensor, shift: Tensor) -> Link:
     return Link(latency, PROBE_BYTES / seconds)
 
 
-def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: str) -> Callable[[], None]:
+def make_shift(outbox: Tensor, inbox: Tensor, group: Group) -> Callable[[], None]:
     """Return a function that sends each rank's outbox to the next rank's inbox."""
     ranks, me = group.size(), group.rank()
-    if backend == "nccl":
+    if backend_of(group) == "nccl":
         given, expected = [0] * ranks, [0] * ranks
         given[(me + 1) % ranks], expected[(me - 1) % ranks] = len(outbox), len(inbox)
         return lambda: all_to_all(inbox, outbox, expected, given, group, "probe").wait()
@@ -228,7 +228,7 @@ def work(place: Place, job: AllReduceJob) -> None:
     settings, device = job.settings, torch.device(job.device)
     with distributed(device, job.backend, settings.timeout, place) as group:
         gate(group, device)
-        link, usable = probe(group, device, job.backend), room(group, device)
+        link, usable = probe(group, device), room(group, device)
         passes, first = settings.warmup + settings.steps, group.rank() == 0
         stamp = environment(device, settings.commit) if first else {}
         for nbytes in job.sizes:

@@ -2,11 +2,10 @@
 
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,11 +43,10 @@ from cs336_systems.presets import Mixture, ModelConfig
 DEVICE = torch.device("cpu")  # CPU time is measured
 ITEM = torch.float32.itemsize
 EXPERT_LAUNCHES = 63  # operators of a sorted layer: router, sort, gather, experts and the way back; a test counts them
-# Of tensors of tokens x experts x slots: a rank holds four at once at most (one and a quarter are `combine` and what it
-# is compared to, the others are made on the way to them), writes or reads twelve, going through `one_hot.py` line by
-# line, and makes so many, one after another, which a CPU gives new memory each time; booleans are a quarter.
+# Of tensors of tokens x experts x slots, by `one_hot.py`: those that a rank holds at once at most, writes or reads, and
+# makes, which a CPU gives new memory each time; booleans are a quarter.
 ONE_HOT_TENSORS, ONE_HOT_PASSES, ONE_HOT_MADE = 4, 12, 5.25
-ONE_HOT_LIMIT = 1e9  # bytes of such a tensor, above which only the sort is timed
+ONE_HOT_LIMIT = 4e9  # bytes of these at once, above which only the sort is timed
 GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
 STAGES = 16  # roundings that follow one another in an output: the weights of choices, two layers, GELU, the sum
 
@@ -57,12 +55,18 @@ STAGES = 16  # roundings that follow one another in an output: the weights of ch
 class LayerSettings(RecordOptions):
     """Options that all benchmarks of one expert layer have: its size, and how it is run."""
 
+    benchmark: ClassVar[str]
     tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
     d_model: int = setting(64, "Width of a token.", type=COUNT)
     d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     rounds: int = setting(5, "Turns of each candidate.", type=COUNT)
     steps: int = setting(1, "Timed passes per turn.", type=COUNT)
+
+    def enter(self, group: Group, about: dict[str, Any]) -> "list[Candidate]":
+        """The candidates, seen by the gate, whose records are to have `about` in their configuration. Every rank
+        decides alike. Raises WrongResultError for a layer that computes something else."""
+        raise NotImplementedError
 
     def sorted(self, experts: int, mixture: Mixture, training: bool = False) -> "Way":
         """A sorted layer with biases, as fairseq's have. Raises UserError for one that cannot be."""
@@ -114,11 +118,8 @@ class Way:
 
     def too_large(self, tokens: int, group: Group) -> str:
         """Reason why one-hot tensors for these slots are too large, the same on every rank; empty if they are not."""
-        nbytes, have = self.one_hot_bytes(tokens), room(group, DEVICE)
-        need = ONE_HOT_TENSORS * nbytes
+        need, have = ONE_HOT_TENSORS * self.one_hot_bytes(tokens), min(room(group, DEVICE), ONE_HOT_LIMIT)
         shape = f"{tokens} tokens x {self.config.num_experts} experts x {self.slots(tokens)} slots"
-        if nbytes > ONE_HOT_LIMIT:
-            return f"a one-hot tensor of {shape} has {format_bytes(nbytes)}, more than {format_bytes(ONE_HOT_LIMIT)}"
         return (need > have) * (
             f"one-hot tensors of {shape} need {format_bytes(need)} on each of {group.size()} ranks, where "
             f"{format_bytes(have)} are usable"
@@ -138,12 +139,8 @@ def build_layer(config: ModelConfig, group: Group) -> MoELayer:
 
 
 class Bench:
-    """A layer and a rank's tokens (1 tokens d_model), on which ways to dispatch are tried.
-
-    `skew` is how much tokens have in common, beside what is each one's own: the experts that this favours are the same
-    for all tokens of all ranks, as after training. 0 is a router that is nearly balanced, as an untrained one is for
-    random tokens; at 1 experts' mean scores differ as much as one expert's scores of different tokens.
-    """
+    """A layer and a rank's tokens (1 tokens d_model), on which ways to dispatch are tried. `skew` is how much all
+    tokens have in common: at 1 experts' mean scores differ as much as one expert's scores of different tokens."""
 
     def __init__(self, config: ModelConfig, skew: float, group: Group) -> None:
         self.group, self.skew, self.tokens = group, skew, config.context_length
@@ -168,17 +165,12 @@ class Bench:
         self.layer.train(way.training)
         return self.layer(self.x[:, :tokens])
 
-    def fewer(self, way: Way) -> int:
-        """Number of tokens whose one-hot tensors are small."""
+    def check(self, way: Way) -> None:
+        """The gate: a way against the one-hot formulation with the same share of slots, over as many of the tokens as
+        make small one-hot tensors. Raises WrongResultError on all ranks."""
         tokens = self.tokens
         while tokens > 1 and way.one_hot_bytes(tokens) > GATE_BYTES:
             tokens //= 2
-        return tokens
-
-    def check(self, way: Way, tokens: int | None = None) -> None:
-        """The gate: a way against the one-hot formulation with the same slots, over the first `tokens` (default: few
-        enough). Raises WrongResultError on all ranks."""
-        tokens = tokens or self.fewer(way)
         tolerance = rounding(STAGES, "fp32", max(way.config.d_model, way.config.expert_d_ff))
         want, got = (self.run(each, tokens) for each in (way.changed("einsum", dispatch="einsum"), way))
         wrong = ""
@@ -259,22 +251,19 @@ def cell(bench: Bench, way: Way, about: dict[str, Any]) -> list[Candidate]:
     rank decides alike. Raises WrongResultError if the two differ."""
     one_hot, sort = way.changed("einsum", dispatch="einsum"), Candidate(bench, way, about)
     fits = not one_hot.too_large(bench.tokens, bench.group)
-    bench.check(way, bench.tokens if fits else None)
+    bench.check(way)
     return [Candidate(bench, one_hot, about, sort)] * fits + [sort]
 
 
-Enter = Callable[[Group, dict[str, Any]], list[Candidate]]
-
-
-def work(place: Place, settings: LayerSettings, benchmark: str, enter: Enter) -> Answer:
-    """One rank's part: `enter` checks the candidates of these ranks, then all take turns, A B A B, after a pass each
-    that does not count. Returns the records; `enter` gets what they say of the nodes."""
+def work(place: Place, settings: LayerSettings) -> Answer:
+    """One rank's part: the gate, then all candidates take turns, A B A B, after a pass each that does not count.
+    Returns the records."""
     torch.set_num_threads(1)  # idle ones would spin and add to CPU time
     with distributed(DEVICE, "gloo", settings.timeout, place) as group:
         ranks, steps = group.size(), settings.steps
         # All ranks at once, each with its thread, as they are timed; the predictions are from the first one's.
         hardware = probe(DEVICE, "fp32", device_name(DEVICE), 0.02 if settings.smoke else 0.3)
-        candidates = enter(group, {"nodes": place.world_size // place.local_world_size})
+        candidates = settings.enter(group, {"nodes": place.world_size // place.local_world_size})
         said = [each.way.predict(each.bench.tokens, ranks, hardware) for each in candidates]
         for each in candidates:
             each.observe()
@@ -288,5 +277,5 @@ def work(place: Place, settings: LayerSettings, benchmark: str, enter: Enter) ->
         if group.rank() > 0:
             return {"records": []}
         stamp = environment(DEVICE, settings.commit) | {"world_size": ranks, "backend": "gloo"}
-        pairs = zip(candidates, said, strict=True)
-        return {"records": [asdict(each.record(benchmark, steps, predicted, stamp)) for each, predicted in pairs]}
+        pairs, name = zip(candidates, said, strict=True), settings.benchmark
+        return {"records": [asdict(each.record(name, steps, predicted, stamp)) for each, predicted in pairs]}

@@ -26,7 +26,7 @@ from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.cost.flops import padded_rows
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
-from cs336_systems.expert_parallel import ExpertParallel, expert_parallel
+from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.host.console import format_bytes
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import Block, TransformerLM
@@ -42,11 +42,7 @@ ONE_HOT_COPIES = 4  # of tokens x experts x slots that are alive at once: each c
 
 
 class Projection(nn.Module):
-    """A linear layer that can add its bias `apart` from the product, with the same weights.
-
-    torch of 2021 did so for inputs of three dimensions; since then that is one `addmm`. Only where operators are
-    counted does it matter.
-    """
+    """A linear layer that can add its bias `apart` from the product, as torch of 2021 did, where now is one `addmm`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -58,53 +54,19 @@ class Projection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def use(model: TransformerLM, experts: ExpertParallel, dispatch: Dispatch) -> None:
-    """Compute expert layers by one sort or by one-hot tensors; with those, attention as torch did in 2021."""
-    for layer in experts.layers():
-        layer.mixture = replace(layer.mixture, dispatch=dispatch)
-    for module in model.modules():
-        if isinstance(module, Projection):
-            module.apart = dispatch == "einsum"
-
-
-def needed_memory(config: ModelConfig, model: nn.Module, rows: int, dtype: torch.dtype) -> dict[str, int]:
+def needed_memory(config: ModelConfig, model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of a rank at the fullest moment, from above: its parameters (which may be on the meta device), and what
     one batch makes."""
-    seq, wide, tokens = config.context_length, max(4, dtype.itemsize), rows * config.context_length
+    tokens, wide = config.context_length, max(4, dtype.itemsize)
     found = {
         "parameters": sum(p.numel() for p in model.parameters()) * wide,
         "logits": 3 * tokens * config.vocab_size * wide,
-        "attention": 3 * rows * config.num_heads * seq**2 * wide if config.attention == "naive" else 0,
+        "attention": 3 * config.num_heads * tokens**2 * wide if config.attention == "naive" else 0,
     }
     if config.mixture.dispatch == "einsum":
         slots = padded_rows(config, tokens, training=False)
         found |= {"one-hot tensors": ONE_HOT_COPIES * tokens * slots * wide, "slots": 3 * slots * config.d_model * wide}
     return found
-
-
-def build(
-    config: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype, rows: int, free: int
-) -> tuple[TransformerLM, ExpertParallel]:
-    """This rank's part of a model without gradients, and its experts; the random weights are the same in every layout.
-
-    Raises UserError for experts or matrices that do not divide, and if a batch needs more than `free` bytes.
-    """
-    model = TransformerLM(config, "meta")
-    plan = tensor_parallel(model, mesh.tp)
-    experts = expert_parallel(model, mesh.ep, mesh.data)
-    parts = needed_memory(config, model, rows, dtype)
-    if (need := sum(parts.values())) > free:
-        raise UserError(
-            f"a batch of {rows} x {config.context_length} tokens needs {format_bytes(need)} on a rank "
-            f"({describe_parts(parts)}), but {format_bytes(free)} are free; lower --context or --batch-size"
-            + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
-        )
-    plan.init_weights(0, device)
-    for block in model.blocks:
-        for name in ("query", "key", "value", "out"):
-            if isinstance(linear := getattr(block.attention, name), nn.Linear):
-                block.set_submodule(f"attention.{name}", Projection(linear))
-    return model.to(dtype).eval().requires_grad_(False), experts
 
 
 @contextmanager
@@ -152,16 +114,12 @@ class Blocks:
         # Each block and the token after it; number `count` is padding.
         self.rows = np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context]
 
-    def batches(self, ranks: int, rows: int) -> int:
-        """Batches of `rows` blocks that each of `ranks` ranks takes until all are scored."""
-        return ceil(self.count / (ranks * rows))
-
-    def batch(self, batch: int, rank: int, ranks: int, rows: int) -> Batch:
-        """A rank's batch: tokens, targets and the mask of real tokens, (rows context), and the blocks' numbers."""
-        numbers = [min(rank + ranks * (batch * rows + row), self.count) for row in range(rows)]
-        tokens, targets = (torch.from_numpy(self.rows[numbers, part]) for part in (slice(-1), slice(1, None)))
+    def batch(self, number: int) -> Batch:
+        """A block as a batch: tokens, targets and the mask of real tokens, (1 context), and its number."""
+        rows = [min(number, self.count)]
+        tokens, targets = (torch.from_numpy(self.rows[rows, part]) for part in (slice(-1), slice(1, None)))
         real = targets != IGNORED
-        return Batch(tokens * real, targets, torch.tensor(numbers), padding_mask=real)
+        return Batch(tokens * real, targets, torch.tensor(rows), padding_mask=real)
 
 
 def read_slowly(targets: Tensor, log_probs: Tensor, known: Tensor) -> Words:
@@ -201,15 +159,34 @@ class Tally:
 
 
 class Scorer:
-    """This rank's model and its batches of `rows` blocks. Every rank must construct it and call its methods alike.
-    Raises UserError, as `build` does."""
+    """This rank's part of a model, without gradients and with the same random weights in every layout, and its blocks,
+    one a batch. Every rank must construct it and call its methods alike.
+
+    Raises UserError for experts or matrices that do not divide, and if a batch needs more than `free` bytes.
+    """
 
     def __init__(
-        self, config: ModelConfig, blocks: Blocks, mesh: Mesh, device: torch.device, dtype: torch.dtype, rows: int,
-        free: int,
-    ) -> None:  # fmt: skip
-        self.config, self.blocks, self.mesh, self.device, self.rows = config, blocks, mesh, device, rows
-        self.model, self.experts = build(config, mesh, device, dtype, rows, free)
+        self, config: ModelConfig, blocks: Blocks, mesh: Mesh, device: torch.device, dtype: torch.dtype, free: int
+    ) -> None:
+        self.config, self.blocks, self.mesh, self.device = config, blocks, mesh, device
+        model = TransformerLM(config, "meta")
+        plan = tensor_parallel(model, mesh.tp)
+        self.experts = expert_parallel(model, mesh.ep, mesh.data)
+        parts = needed_memory(config, model, dtype)
+        if (need := sum(parts.values())) > free:
+            raise UserError(
+                f"a block of {config.context_length} tokens needs {format_bytes(need)} on a rank "
+                f"({describe_parts(parts)}), but {format_bytes(free)} are free; lower --context"
+                + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
+            )
+        plan.init_weights(0, device)
+        self.projections = list[Projection]()
+        for block in model.blocks:
+            for name in ("query", "key", "value", "out"):
+                if isinstance(linear := getattr(block.attention, name), nn.Linear):
+                    self.projections.append(Projection(linear))
+                    block.set_submodule(f"attention.{name}", self.projections[-1])
+        self.model = model.to(dtype).eval().requires_grad_(False)
         self.layers_cpu = 0.0  # seconds of this process, all threads, inside expert layers since they were reset
         for layer in self.experts.layers():
             surround(layer, self.clocked)
@@ -225,7 +202,7 @@ class Scorer:
     def log_probs(self, number: int) -> tuple[Batch, Tensor, Tensor]:
         """Score a batch: (it on the host, targets on the device, their log-probabilities in nats), each (rows seq);
         zero at padding."""
-        known = self.blocks.batch(number, self.mesh.data.rank(), self.mesh.data.size(), self.rows)
+        known = self.blocks.batch(self.mesh.data.rank() + self.mesh.data.size() * number)
         batch = known.to(self.device)
         real = batch.padding_mask if self.config.mixture.mask_padding else None
         logits = self.model(batch.tokens, padding_mask=real).flatten(0, 1)
@@ -235,8 +212,12 @@ class Scorer:
         return known, batch.targets, -losses.view(batch.targets.shape).double()
 
     def take(self, number: int, tally: Tally, how: How) -> None:
-        """Score a batch in the tally's formulation, and read its words."""
-        use(self.model, self.experts, tally.dispatch)
+        """Score a batch in the tally's formulation, and read its words. With one-hot tensors, attention is as torch
+        computed it in 2021."""
+        for layer in self.experts.layers():
+            layer.mixture = replace(layer.mixture, dispatch=tally.dispatch)
+        for projection in self.projections:
+            projection.apart = tally.dispatch == "einsum"
         self.layers_cpu, cpu, begun = 0.0, time.process_time(), now(self.device)
         with record() as events:
             known, targets, log_probs = self.log_probs(number)

@@ -18,39 +18,31 @@ from cs336_systems.errors import UserError
 Answer = dict[str, Any]  # values that JSON can hold
 
 
-def _into_file(place: Place, path: Path, work: Callable[..., Answer], arguments: Any, options: Any) -> None:
-    answer = work(place, *arguments, **options)
+def _into_file(place: Place, path: Path, work: Callable[..., Answer], arguments: Any) -> None:
+    answer = work(place, *arguments)
     if place.rank == 0:
         path.write_text(json.dumps(answer, allow_nan=False))
 
 
-class Launcher:
-    """Runs work on as many ranks as it needs, and returns the result.
+def on_ranks(here: Place, device: str, ranks: int, work: Callable[..., Answer], *arguments: Any) -> Answer:
+    """`work(place, *arguments)` on as many ranks: the answer of rank 0. Raises UserError, also for ranks that part.
 
     Under torchrun the ranks are there already: `here` is this one's place, and work for one rank is done by each of
     them alone. Otherwise CPU ranks are forked, even a single one, so that this process runs no tensor code.
     """
-
-    def __init__(self, here: Place, device: str) -> None:
-        self.here, self.device = here, device
-
-    def run(self, ranks: int, work: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
-        """`work(place, *arguments, **options)`. Raises UserError for what cannot be done, and for ranks that part."""
-        here = self.here
-        try:
-            if here.world_size > 1 or (self.device == "cuda" and ranks == 1):
-                place = here if ranks > 1 else Place(local_rank=here.local_rank)
-                return work(place, *arguments, **options)
-            with tempfile.TemporaryDirectory(prefix="answer-") as folder:
-                path = Path(folder, "answer.json")
-                run_ranks(_into_file, ranks, self.device, path, work, arguments, options)
-                answer: Answer = json.loads(path.read_text())
-                return answer
-        except CommError as error:
-            raise UserError(str(error)) from None
+    try:
+        if here.world_size > 1 or (device == "cuda" and ranks == 1):
+            return work(here if ranks > 1 else Place(local_rank=here.local_rank), *arguments)
+        with tempfile.TemporaryDirectory(prefix="answer-") as folder:
+            path = Path(folder, "answer.json")
+            run_ranks(_into_file, ranks, device, path, work, arguments)
+            answer: Answer = json.loads(path.read_text())
+            return answer
+    except CommError as error:
+        raise UserError(str(error)) from None
 
 
-def rank_counts(nproc: Sequence[int], default: Sequence[int], experts: Sequence[int]) -> Sequence[int]:
+def rank_counts(nproc: Sequence[int], default: Sequence[int], experts: Sequence[int] = ()) -> Sequence[int]:
     """The numbers of ranks to measure: those that torchrun started, else as many as were asked for. Raises UserError
     for ranks that cannot be, or over which the experts do not divide."""
     started = find_place().world_size
@@ -65,16 +57,16 @@ def rank_counts(nproc: Sequence[int], default: Sequence[int], experts: Sequence[
 
 def run(
     settings: RecordOptions, benchmark: str, counts: Sequence[int], show: Callable[[list[Record]], None],
-    work: Callable[..., Answer], *arguments: Any,
+    work: Callable[..., Answer],
 ) -> list[Record]:  # fmt: skip
-    """Measure on each number of CPU ranks: `work(place, settings, benchmark, *arguments)` answers with `records`. Show
-    them, also those until an error. The new records, on rank 0 alone. Raises UserError, before anything is measured
-    where it cannot be recorded."""
+    """Measure on each number of CPU ranks: `work(place, settings)` answers with `records`. Show them, also those until
+    an error. The new records, on rank 0 alone. Raises UserError, before anything is measured where it cannot be
+    recorded."""
     here, device = find_place(), torch.device("cpu")
     recorder = settings.recorder(benchmark, device) if here.rank == 0 else Recorder(None)
     try:
         for count in counts:
-            answer = Launcher(here, device.type).run(count, work, settings, benchmark, *arguments)
+            answer = on_ranks(here, device.type, count, work, settings)
             recorder.keep(*(Record(**fields) for fields in answer["records"]))
     finally:
         if recorder.records:

@@ -1,5 +1,5 @@
-"""One rank's part in timing MPI's all-reduce. mpiexec starts it, and rank 0 prints a line of JSON (see lib/mpi.py). It
-imports no torch, so that ranks start at once."""
+"""One rank's part in timing MPI's all-reduce. mpiexec starts it (see allreduce.py), and rank 0 prints a line of JSON.
+It imports no torch, so that ranks start at once."""
 
 import json
 import sys

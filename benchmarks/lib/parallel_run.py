@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-import torch
 from torch import Tensor
 
 from benchmarks.harness import noise, summarise
@@ -16,9 +15,10 @@ from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.parallel_tables import sheets
 from benchmarks.lib.sheets import show
 from benchmarks.lib.turns import UNTIMED, Arena, Build, Turn, check
+from benchmarks.lib.workload import Case
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
+from cs336_systems.comm import Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost import Hardware, count_parameters, predict
@@ -27,7 +27,7 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, setting
+from cs336_systems.host.console import setting
 from cs336_systems.host.machine import device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
@@ -68,7 +68,8 @@ class StepSettings(ParallelSettings):
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """The settings, the ranks of this many machines, and the measured speed at which they compute and communicate."""
+    """The settings, the ranks of this many machines, the measured speed at which they compute and communicate, and the
+    bytes that each candidate was seen to hold, where they were counted."""
 
     settings: StepSettings
     arena: Arena
@@ -76,6 +77,7 @@ class ParallelRun:
     hardware: Hardware
     link: Link
     stamp: dict[str, Any]
+    held: dict[str, dict[str, int]]
 
     @property
     def ranks(self) -> int:
@@ -134,40 +136,30 @@ def start(
     start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)
 
 
-def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, device: torch.device) -> None:
-    """Raises UserError on every rank if two copies of the model and one candidate's training state do not fit."""
-    need = sum(observe_passes(config, settings.batch_size, config.context_length).memory("step").values())
-    need += 2 * 4 * sum(count_parameters(config).values())
-    have = room(group, device)
-    if need > have:
-        raise UserError(
-            f"each of {group.size()} ranks needs {format_bytes(need)} and has {format_bytes(have)}; choose a smaller "
-            "--size or --batch-size, or fewer ranks with --nproc"
-        )
-
-
 def worker_run(
     place: Place,
     settings: StepSettings,
     benchmark: str,
     candidates: dict[str, Build],
     make_record: Callable[[ParallelRun, str, dict[str, Turn]], Record],
-    before: Callable[[Arena], None] = lambda arena: None,
+    before: Callable[[Arena], dict[str, dict[str, int]]] = lambda arena: {},
 ) -> None:
     """Run one rank: gate, probe, the function `before`, timed turns; rank 0 then records and prints."""
     device, config = settings.on, settings.config()
     gc.freeze()  # torch's half a million objects would be looked through before every turn
     with distributed(device, settings.backend, settings.timeout, place) as group:
         first, backend = group.rank() == 0, backend_of(group)
-        require_room(config, settings, group, device)
+        weights = 4 * sum(count_parameters(config).values())  # those of the base and of a copy are there besides
+        case = Case(config, settings.batch_size, "fp32", False, device)
+        case.require_fit(settings.size, "step", room(group, device) - 2 * weights, ("step",))
         with console.progress("gate", len(candidates), quiet=not first) as advance:
             errors = check(config, candidates, group, device, advance)
         hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)
-        link = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
+        link = probe_link(group, device)
         stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
         arena = Arena(config, settings.batch_size, candidates, group, device)
-        before(arena)
-        run = ParallelRun(settings, arena, place.world_size // place.local_world_size, hardware, link, stamp)
+        held, nodes = before(arena), place.world_size // place.local_world_size
+        run = ParallelRun(settings, arena, nodes, hardware, link, stamp, held)
         if first:
             print(f"gate: every candidate's update equals the mean gradient's within {max(errors.values()):.1e}")
         expected = len(candidates) * settings.rounds * (UNTIMED + settings.steps) * sum(run.compute_seconds().values())

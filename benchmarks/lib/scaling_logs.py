@@ -138,12 +138,8 @@ def default_base(runs: Sequence[ScalingRun]) -> ScalingRun:
 
 
 def bubble(run: ScalingRun) -> float | None:
-    """Share of the pipeline's time in which the last stage waits; None without its timers.
-
-    The last stage waits twice: for the first activation (`forward-recv`), and in the all-reduce of the tied embedding's
-    gradient for the first stage, which ends its last backward later (`backward-embedding-all-reduce`). What was sent
-    there takes little of the time: a whole stage's micro-batch passes meanwhile.
-    """
+    """Share of the pipeline's time in which the last stage waits: for the first activation and, in the all-reduce of
+    the tied embedding's gradient, for the first stage's last backward. None without its timers."""
     if run.pp == 1:
         return 0.0
     # A collective that was timed apart from the wait for it is one thing here: both are the bubble.

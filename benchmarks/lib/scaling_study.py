@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import click
 
 from benchmarks.harness import WrongResultError, take_turns
 from benchmarks.lib.gate import compare_steps
-from benchmarks.lib.launcher import Answer, Launcher
+from benchmarks.lib.launcher import Answer, on_ranks
 from benchmarks.lib.options import COUNT, RankOptions, Recorder
 from benchmarks.lib.scaling_measure import measure_peak, take_turn
 from benchmarks.lib.sheets import groups, show
@@ -42,12 +42,8 @@ class LayoutOptions(RankOptions):
     rounds: int = setting(5, "Turns of each layout.", type=COUNT)
     steps: int = setting(3, "Timed steps per turn.", type=COUNT)
     warmup: int = setting(2, "Untimed steps per turn before the timed ones.", type=click.IntRange(0))
-    threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
 
-    @property
-    def words(self) -> dict[str, str]:
-        """The trainer's words in messages, and this command's."""
-        return {}
+    words: ClassVar[dict[str, str]] = {}  # of the trainer in messages, and this command's
 
     def reworded(self, error: UserError) -> UserError:
         """The trainer's error, with the names of this command's options."""
@@ -142,34 +138,30 @@ class Study:
                 require_layout_fits(settings.size, layout.config, layout.shape, layout.seq, parts, usable)
             except UserError as error:
                 raise settings.reworded(error) from None
-        self.launcher = Launcher(here, device.type)
 
     def turn(self, layout: Layout, recipe: Recipe, ranks: int, steps: int, warmup: int) -> Answer:
         """One turn; an error names the layout."""
-        options = {"steps": steps, "warmup": warmup, "threads": self.settings.threads}
+        settings = self.settings
         try:
-            return self.launcher.run(ranks, take_turn, recipe, **options)
+            return on_ranks(self.here, settings.on.type, ranks, take_turn, recipe, steps, warmup)
         except UserError as error:
-            raise UserError(f"layout {layout.label}: {self.settings.reworded(error)}") from None
+            raise UserError(f"layout {layout.label}: {settings.reworded(error)}") from None
 
     def check(self) -> None:
         """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision. Their
         first two steps are not timed; one run serves all layouts that are compared to it."""
-
-        def first_steps(layout: Layout, recipe: Recipe, ranks: int) -> Answer:
-            if (recipe, ranks) not in known:
-                known[recipe, ranks] = self.turn(layout, recipe, ranks, 0, GATE_STEPS)
-            return known[recipe, ranks]
-
         known: dict[tuple[Recipe, int], Answer] = {}
         with console.progress("gate", len(self.layouts), quiet=self.here.rank > 0) as advance:
             for layout in self.layouts:
                 for precision in dict.fromkeys(("fp32", layout.precision)):
-                    if not layout.wrong:
-                        recipe = layout.recipe.change(precision=precision)
-                        want = first_steps(layout, replace(recipe, parallel=ParallelOptions(dp=1)), 1)
-                        layout.gate = first_steps(layout, recipe, layout.ranks)
-                        layout.wrong = compare_steps(layout.gate, want, layout.config, recipe)
+                    if layout.wrong:
+                        break
+                    recipe = layout.recipe.change(precision=precision)
+                    alone, mine = (replace(recipe, parallel=ParallelOptions(dp=1)), 1), (recipe, layout.ranks)
+                    for each in (alone, mine):
+                        known[each] = known.get(each) or self.turn(layout, *each, 0, GATE_STEPS)
+                    layout.gate = known[mine]
+                    layout.wrong = compare_steps(layout.gate, known[alone], layout.config, recipe)
                 advance(layout.label)
 
     def run(
@@ -180,22 +172,19 @@ class Study:
         flag: Callable[[list[Record]], None] = lambda records: None,
     ) -> Recorder | None:
         """Check, let every layout that is right take a turn in each round, record and, on the first rank, print;
-        returns the recorder there.
-
-        `make` is given a layout, the first that is right of its precision and length, and the machine's peak; `flag`
-        the records of one precision and length.
-        """
+        returns the recorder there. `make` is given a layout, the first that is right of its precision and length, and
+        the machine's peak; `flag` the records of one precision and length."""
         settings, found, peaks = self.settings, list[Record](), dict[str, Answer]()
+        kind = settings.on.type
         recorder = settings.recorder(benchmark, settings.on) if self.here.rank == 0 else None
         self.check()
         good, counts = [each for each in self.layouts if not each.wrong], (settings.steps, settings.warmup)
         turns = {each.label: partial(self.turn, each, each.recipe, each.ranks, *counts) for each in good}
         answers = take_turns(turns, settings.rounds, quiet=self.here.rank > 0)
-        options: dict[str, Any] = {"threads": settings.threads, "budget": 0.02 if settings.smoke else PROBE_SECONDS}
-        options |= {"commit": settings.commit, "side_by_side": self.here.world_size > 1}
+        how = 0.02 if settings.smoke else PROBE_SECONDS, settings.commit, self.here.world_size > 1
         for layouts in groups(self.layouts, lambda each: (each.precision, each.seq)):
             name, recipe = layouts[0].precision, layouts[0].recipe
-            peaks[name] = peak = peaks.get(name) or self.launcher.run(1, measure_peak, recipe, **options)
+            peaks[name] = peak = peaks.get(name) or on_ranks(self.here, kind, 1, measure_peak, recipe, *how)
             base = next((layout for layout in layouts if not layout.wrong), None)
             for layout in layouts:
                 layout.turns = answers.get(layout.label, [])

@@ -48,7 +48,6 @@ COLUMNS: dict[str, Cell] = {
     "bubble": lambda found, said: percent(found["bubble"]),
     "theory": lambda found, said: percent(said["bubble"]),
     "peak memory": lambda found, said: spread(found["memory_bytes"], " MiB", MEBIBYTE),
-    "util.": lambda found, said: spread(found["gpu_utilisation"], "%"),
     "HFU": lambda found, said: percent(found["hfu"]),
     "MFU": lambda found, said: percent(found["mfu"]),
 }
@@ -93,10 +92,7 @@ def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> 
 
 
 def summary(records: Sequence[Record]) -> Table:
-    """One row a layout; without a column for the GPUs' utilisation where there are none.
-
-    Bubble and FLOPs are those of all ranks, where `scaling_sheet` has what a log lets one know.
-    """
+    """One row a layout. Bubble and FLOPs are those of all ranks, where `scaling_sheet` has what a log lets one know."""
     config, where = records[0].config, records[0].environment
     ranks = f"{config['backend']} ranks" + (f" of {config['threads']} thread(s)" if config["device"] == "cpu" else "")
     title = (
@@ -109,12 +105,11 @@ def summary(records: Sequence[Record]) -> Table:
         "which a rank computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: "
         "least and most over the ranks. ms / sample, tokens / s, bubble, HFU and MFU: the turn of median speed."
     )
-    columns = {name: cell for name, cell in COLUMNS.items() if name != "util." or config["device"] == "cuda"}
     rows = []
     for record in records:
-        found = [cell(record.metrics, record.predicted) if record.samples_ms else NONE for cell in columns.values()]
+        found = [cell(record.metrics, record.predicted) if record.samples_ms else NONE for cell in COLUMNS.values()]
         rows.append([layout_name(record), *found])
-    return Table(title, ["layout", *columns], rows, note)
+    return Table(title, ["layout", *COLUMNS], rows, note)
 
 
 def scaling_sheet(runs: Sequence[ScalingRun]) -> Table:

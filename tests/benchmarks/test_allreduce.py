@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import allreduce
 from benchmarks.harness import WrongResultError
-from benchmarks.lib import collective, mpi, options
+from benchmarks.lib import collective, launcher, options
 from benchmarks.lib.collective import AllReduceJob, AllReduceSettings
 from benchmarks.records import RESULTS, Record, read_records
 from cs336_systems.comm import Place
@@ -44,31 +44,33 @@ def test_every_backend_of_the_machine_is_measured(monkeypatch):
     assert allreduce.combinations(AllReduceSettings(backend="nccl")) == [("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(device="cpu")) == cpu
     one, two = Place(world_size=2, local_world_size=2), Place(world_size=2, local_world_size=1)  # nodes
-    assert allreduce.cannot("shm", two).startswith("shm joins ranks of one machine")
-    assert allreduce.cannot("mpi", replace(one, meeting="x")).endswith("leave out torchrun")
-    monkeypatch.setattr(mpi, "mpiexec", lambda: None)
-    assert allreduce.cannot("mpi", one) == mpi.MISSING
-    assert allreduce.cannot("gloo", one) == allreduce.cannot("nccl", two) == ""
+    assert "shm joins ranks on the CPU of one machine" in allreduce.cannot("cpu", "shm", two)
+    assert allreduce.cannot("cpu", "mpi", replace(one, meeting="x")).endswith("leave out torchrun")
+    monkeypatch.setattr(allreduce, "mpiexec", lambda: None)
+    assert allreduce.cannot("cpu", "mpi", one) == allreduce.NO_MPI
+    assert allreduce.cannot("cpu", "gloo", one) == ""
 
 
 def test_ranks_without_a_gpu_each_are_left_out(in_tmp, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, device)))
     assert run_command(allreduce.main, ["--backend", "nccl", "--sizes", "1KB", "--results", "out"]) == 0
     assert started == [(2, "cuda")]
     shown = capsys.readouterr().out
-    assert "left out: nccl needs a GPU a rank: 4 ranks, 2 GPUs\nleft out: nccl needs a GPU a rank: 6 ranks" in shown
+    for count in (4, 6):
+        assert f"left out: nccl needs a GPU a rank: {count} ranks, 2 GPU(s); start fewer" in shown
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert run_command(allreduce.main, ["--backend", "nccl", "--nproc", "2", "--results", "out"]) == 2
-    assert capsys.readouterr().err == "error: nccl needs a GPU a rank: 2 ranks, 1 GPU\n"
+    assert "error: nccl needs a GPU a rank: 2 ranks, 1 GPU(s); start fewer" in capsys.readouterr().err
 
 
 def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     started = []
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, job)))
     monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
-    monkeypatch.setattr(mpi, "mpiexec", lambda: None)
+    monkeypatch.setattr(allreduce, "mpiexec", lambda: None)
     assert run_command(allreduce.main, ["--smoke", "--device", "cpu"]) == 0
     assert [(count, job.backend) for count, job in started] == [(2, "shm"), (2, "gloo")]
     for _, job in started:
@@ -91,18 +93,16 @@ def test_what_was_measured_before_a_failure_is_shown_and_recorded(in_tmp, monkey
 
 def test_ranks_that_were_started_are_those_measured(monkeypatch):
     here = Place(rank=1, world_size=3, local_rank=1, local_world_size=3, meeting="host:1")
-    assert allreduce.places(AllReduceSettings(), here) == [here]
-    assert [place.world_size for place in allreduce.places(AllReduceSettings(), Place())] == [2, 4, 6]
-    assert [place.world_size for place in allreduce.places(AllReduceSettings(nproc=3), Place())] == [3]
     worked = []
-    monkeypatch.setattr(allreduce, "find_place", lambda: here)
+    for module in (allreduce, launcher):
+        monkeypatch.setattr(module, "find_place", lambda: here)
     monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append(place))
     monkeypatch.setattr(options, "open_records", lambda *_: pytest.fail("rank 1 opened a file of records"))
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started ranks beside those there are"))
     allreduce.run(AllReduceSettings(device="cpu"))
     assert worked == [here] * 2
     with pytest.raises(UserError, match="--nproc 4 would start ranks, but 3 were started already"):
-        allreduce.places(AllReduceSettings(nproc=4), here)
+        allreduce.run(AllReduceSettings(nproc=4))
 
 
 def alone_case(rank: int, world: int, folder: str, out: str) -> None:
@@ -116,7 +116,7 @@ def test_alone_it_starts_the_ranks_of_every_backend_itself(tmp_path):
     ranks.run_alone(alone_case, 1, out=str(tmp_path))
     records = read_records(tmp_path / "out/allreduce.jsonl")
     said = (tmp_path / "said").read_text()
-    backends = ["shm", "gloo", *["mpi"] * bool(mpi.mpiexec())]
+    backends = ["shm", "gloo", *["mpi"] * bool(allreduce.mpiexec())]
     found = [(each.config["backend"], each.config["ranks"], each.config["bytes"]) for each in records]
     assert found == [(backend, 2, nbytes) for backend in backends for nbytes in (4000, 40_000)], said
     for record in records:
@@ -142,7 +142,7 @@ def fake_mpiexec(folder: Path, command: str, monkeypatch) -> Path:
     path = folder / "mpiexec"
     path.write_text(f"#!/bin/sh\necho $$ > {folder}/pid\n{command}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(mpi, "mpiexec", lambda: str(path))
+    monkeypatch.setattr(allreduce, "mpiexec", lambda: str(path))
     return folder / "pid"
 
 
@@ -159,7 +159,7 @@ def test_ranks_of_mpi_that_fail_are_one_line_and_leave_nothing(in_tmp, monkeypat
 
 def test_mpi_that_fails_without_being_asked_for_is_left_out_and_the_rest_goes_on(in_tmp, monkeypatch, capsys):
     fake_mpiexec(in_tmp, FAILING[0][0], monkeypatch)
-    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"), ("cpu", "gloo")))
+    monkeypatch.setattr(allreduce, "BACKENDS", {"cpu": ("mpi", "gloo")})
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: job.keep(measured(4000, count)))
     assert run_command(allreduce.main, ["--nproc", "2", *TINY]) == 0
     assert [(each.status, each.config["backend"]) for each in read_records(Path("out/allreduce.jsonl"))] == [
@@ -175,7 +175,7 @@ def test_a_benchmark_that_is_told_to_end_ends_the_ranks_of_mpi(in_tmp, monkeypat
     assert not Path("/proc", pid.read_text().strip()).exists()
 
 
-@pytest.mark.skipif(not mpi.mpiexec(), reason="needs the extra `mpi`")
+@pytest.mark.skipif(not allreduce.mpiexec(), reason="needs the extra `mpi`")
 def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
     options = ["--nproc", "2", *TINY[:-1]]
     assert run_command(allreduce.main, ["--backend", "mpi", *options]) == 0
@@ -184,7 +184,7 @@ def test_mpi_is_measured_beside_them(in_tmp, monkeypatch):
     assert record.metrics["copy_ms"] > 0 < record.predicted["mean_ms"]
     assert "MP" in record.environment["mpi"]
     monkeypatch.setattr(collective, "tolerance", lambda ranks: -1.0)
-    monkeypatch.setattr(allreduce, "COMBINATIONS", (("cpu", "mpi"),))
+    monkeypatch.setattr(allreduce, "BACKENDS", {"cpu": ("mpi",)})
     with pytest.raises(WrongResultError, match=r"4 kB: the mean over the ranks is off by 0\.00e"):
         allreduce.main(options, standalone_mode=False)  # also where MPI was not asked for
 

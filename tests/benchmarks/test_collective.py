@@ -73,7 +73,7 @@ def test_of_the_ranks_of_a_machine_one_speaks(local_rank, monkeypatch, capsys):
 def messages_case(group) -> list:
     times = harness.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU)
     inbox = torch.full((5,), -1.0)
-    collective.make_shift(torch.full((5,), float(group.rank())), inbox, group, "gloo")()
+    collective.make_shift(torch.full((5,), float(group.rank())), inbox, group)()
     return [times.tolist(), inbox.unique().tolist()]
 
 

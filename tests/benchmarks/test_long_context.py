@@ -21,27 +21,22 @@ PEAK = {
 }
 
 
-class MadeUp:
-    """A launcher whose ranks answer at once: a step takes 100 ms over the ranks; a `wrong` way learns otherwise."""
+WRONG: list[str] = []  # ways that learn something else
 
-    wrong = ""
 
-    def __init__(self, here, device) -> None:
-        self.asked = []
-
-    def run(self, ranks: int, work, recipe, steps: int = 0, **options) -> dict:
-        if work is measure_peak:
-            return PEAK
-        kind = recipe.parallel.cp_type
-        losses = [5.0, 4.0] if kind != self.wrong or ranks == 1 else [5.5, 4.0]
-        answer = {"losses": losses, "norms": [1.0, 1.0], "memory_bytes": [2**20 // ranks] * ranks, "skipped": 0}
-        answer["link"] = {"latency": 1e-4, "bandwidth": 1e9} if ranks > 1 else None
-        return answer | {"samples_ms": [100.0 / ranks] * steps}
+def made_up_ranks(here, device, ranks: int, work, recipe, steps: int, *options) -> dict:
+    """Ranks that answer at once: a step takes 100 ms over the ranks."""
+    if work is measure_peak:
+        return PEAK
+    losses = [5.5, 4.0] if recipe.parallel.cp_type in WRONG and ranks > 1 else [5.0, 4.0]
+    answer = {"losses": losses, "norms": [1.0, 1.0], "memory_bytes": [2**20 // ranks] * ranks, "skipped": 0}
+    answer["link"] = {"latency": 1e-4, "bandwidth": 1e9} if ranks > 1 else None
+    return answer | {"samples_ms": [100.0 / ranks] * steps}
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
-    monkeypatch.setattr(scaling_study, "Launcher", MadeUp)
+    monkeypatch.setattr(scaling_study, "on_ranks", made_up_ranks)
 
 
 def run(*arguments: str) -> int:
@@ -73,7 +68,7 @@ def test_every_way_has_a_record_and_a_row(in_tmp, capsys):
 
 
 def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypatch):
-    monkeypatch.setattr(MadeUp, "wrong", "ulysses")
+    monkeypatch.setitem(globals(), "WRONG", ["ulysses"])
     assert run("--contexts", "64", "--cp", "2", "--results", "here") == 2
     lines = [json.loads(line) for line in (in_tmp / "here/long_context.jsonl").read_text().splitlines()]
     assert [line["status"] for line in lines] == ["ok", "ok", "ok", "unsupported"]

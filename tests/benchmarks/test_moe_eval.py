@@ -72,19 +72,16 @@ def test_the_published_counts_come_out_on_every_rank(commands):
     assert {name: counts[name] for name in published} == {name: [count] * 4 for name, count in published.items()}
     # Of words, and what one_hot asks on a CPU: eight a layer.
     assert counts["aten::item"][0] >= 5 * (4 * 16 - 1 + 6 * 8)
-    said = "12 of 12 numbers that follow from the shape came out; 12 of 12 are the published ones"
-    assert said in commands["counts"]["out"]
+    assert "│ aten::addmm" in commands["counts"]["out"]
 
 
 def test_formulations_side_by_side(commands):
-    assert "einsum over sort: CPU time of an expert layer" in commands["one"]["out"]
     assert "record" not in commands["one"]["out"]  # as it is a smoke run
     records, out = records_of(commands["folder"] / "both"), commands["both"]["out"]
     einsum, sort = records["einsum"], records["sort"]
     # Four slots of four experts, sixteen wide, in float32: 16 rows of 64 bytes; of 32 choices sorting sends 16 at most.
     assert einsum.metrics["bytes_per_all_to_all"] == einsum.predicted["bytes_per_all_to_all"] == 4 * 4 * 16 * 4
     assert 0 < sort.metrics["bytes_per_all_to_all"] <= sort.predicted["bytes_per_all_to_all"] == 16 * 16 * 4
-    assert f"bytes of an all-to-all {1024 / sort.metrics['bytes_per_all_to_all']:.1f} x" in out
     derived = expected(SHAPE, 2, 2)
     assert {name: einsum.metrics["calls"][name] for name in derived} == {
         name: [count] * 2 for name, (count, _) in derived.items()

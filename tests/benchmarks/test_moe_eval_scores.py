@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 import pytest
@@ -39,17 +40,17 @@ def targets(blocks: Blocks, block: int) -> int:
     return int((blocks.rows[block, 1:] != IGNORED).sum())
 
 
-def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
+def score(group, tp: int = 1, ep: int | None = None) -> dict:
     """Every mixture's score, and its log-probabilities by block."""
     mesh = Mesh(tp, 1, ep or group.size() // tp)
     found, device = {}, torch.device("cpu")
     for name, mixture in MIXTURES.items():
         config = replace(SHAPE, mixture=mixture)
-        scorer = Scorer(config, make_blocks(), mesh, device, torch.float64, rows, 2**30)
+        scorer = Scorer(config, make_blocks(), mesh, device, torch.float64, 2**30)
         for parameter in scorer.model.blocks.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)  # with which experts and attention matter
         tally, words = Tally(mixture.dispatch), {}
-        for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
+        for number in range(ceil(scorer.blocks.count / mesh.data.size())):
             scorer.take(number, tally, "fast")
             known, _, log_probs = scorer.log_probs(number)
             for block, line in zip(known.rows.tolist(), log_probs.tolist(), strict=True):
@@ -59,13 +60,13 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
             "score": metrics["score"], "tokens": metrics["tokens"],
             "log_probs": [each for each in words.items() if each[0] < scorer.blocks.count],
         }  # fmt: skip
-    with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
-        Scorer(replace(SHAPE, mixture=MIXTURES["einsum"]), make_blocks(), mesh, device, torch.float64, 1, 1024)
+    with pytest.raises(UserError, match=r"a block of 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
+        Scorer(replace(SHAPE, mixture=MIXTURES["einsum"]), make_blocks(), mesh, device, torch.float64, 1024)
     assert "one-hot tensors" in str(no.value)
     return found
 
 
-LAYOUTS = {1: {"alone": {}, "rows": {"rows": 2}}, 4: {"ep4": {}, "tp2 ep2": {"tp": 2}, "dp2 ep2": {"ep": 2}}}
+LAYOUTS = {1: {"alone": {}}, 4: {"ep4": {}, "tp2 ep2": {"tp": 2}, "dp2 ep2": {"ep": 2}}}
 
 
 def layouts_case(group) -> dict:
@@ -113,14 +114,6 @@ def test_what_is_scored(alone):
         total = math.fsum(value for _, values in found["log_probs"] for value in values)
         assert [len(values) for _, values in found["log_probs"]] == [16, 16, 16, 16, 11]
         assert found["score"] == pytest.approx(total, rel=1e-14)
-
-
-def test_batches_of_several_blocks_route_together(scores, alone):
-    """Dropless it does not matter who is in a batch."""
-    (found,) = scores["rows"]
-    assert math.isclose(found["dropless"]["score"], alone["dropless"]["score"], rel_tol=TOLERANCE)
-    assert found["dropless"]["tokens"] == TEXT
-    assert abs(found["capped"]["score"] - alone["capped"]["score"]) > 1e-6
 
 
 def test_words_read_one_by_one_are_those_read_at_once_in_four_reads_each():

@@ -1,7 +1,6 @@
 """The benchmark of one expert layer and the sweep over many: what they count, what their gates refuse, the plot."""
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -52,7 +51,7 @@ def measured_case(rank: int, world: int, folder: str) -> list[dict]:
     expert_layer.probe = lambda *_: IDEAL  # probing takes longer than all the rest
     settings = moe_layer.MoELayerSettings(**TINY)
     place = Place(rank, world, rank, world, f"{folder}/store")
-    return expert_layer.work(place, settings, "moe_layer", partial(moe_layer.enter, settings))["records"]
+    return expert_layer.work(place, settings)["records"]
 
 
 def test_bytes_are_those_predicted_and_records_hold_every_candidate():
@@ -90,7 +89,7 @@ def sees(settings: moe_layer.MoELayerSettings, group, wrong: str) -> str | None:
 
     MoELayer.by_sort = by_sort if group.rank() == 0 else right
     try:
-        moe_layer.enter(settings, group, {})
+        settings.enter(group, {})
     except WrongResultError as refused:
         return str(refused)
     finally:
@@ -160,7 +159,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     assert einsum.too_large(2048, Ranks()) == f"one-hot tensors of {said}"
     have = 2**31
     assert einsum.too_large(2048, Ranks()) == ""
-    assert "8192 tokens x 512 experts x 410 slots has 6.4 GiB, more than" in einsum.too_large(8192, Ranks())
+    have = 2**40
+    assert "8192 tokens x 512 experts x 410 slots need 25.6 GiB on each of 1 ranks, where 3.7 GiB" in einsum.too_large(
+        8192, Ranks()
+    )
+    have = 2**31
     with pytest.raises(UserError, match=r"^100000000 tokens and 512 experts need .* where 2\.0 GiB are usable"):
         Bench(ways(tokens=100_000_000)[1].config, 0.0, Ranks())
 
@@ -179,7 +182,7 @@ def test_operators_of_a_sorted_layer_are_within_a_fifth():
 needs_matplotlib = pytest.mark.skipif(not can_plot(), reason="matplotlib is in the extra `writeup`")
 SWEPT = {"experts": (4, 8), "tokens": 32, "d_model": 8, "d_ff": 16, "rounds": 1, "skew": 1.0}
 CAPACITIES = ("1x", "2x", "0.25", "dropless")
-LIMIT = 4 * 32 * 8 * 16  # of a one-hot tensor: 8 experts without a capacity have more
+LIMIT = 4 * 4 * 32 * 8 * 16  # of four one-hot tensors: 8 experts without a capacity have more
 
 
 def measured(candidate: str = "sort", experts: int = 8, slots: int | None = 4, ranks: int = 2, **config) -> Record:
@@ -206,8 +209,7 @@ def sweep_case(rank: int, world: int, folder: str) -> list[dict]:
     expert_layer.probe = lambda *_: IDEAL
     expert_layer.ONE_HOT_LIMIT = LIMIT
     settings = MoESweepSettings(**SWEPT, capacity=CAPACITIES)
-    place, enter = Place(rank, world, rank, world, f"{folder}/store"), partial(moe_sweep.enter, settings)
-    return expert_layer.work(place, settings, "moe_sweep", enter)["records"]
+    return expert_layer.work(Place(rank, world, rank, world, f"{folder}/store"), settings)["records"]
 
 
 def broken_and_right_case(rank: int, world: int, folder: str) -> dict:
@@ -248,10 +250,10 @@ def test_a_sweep_records_every_cell_and_what_it_drops_and_of_wrong_layers_nothin
 def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys):
     here, run = Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1"), Mock()
     run.return_value = {"records": []}
-    monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr(launcher, "on_ranks", run)
     for arguments in ([], ["--nproc", "2", "--smoke"]):
         assert run_command(moe_sweep.main, ["--results", "out", *arguments]) == 0
-    assert [call.args[0] for call in run.call_args_list] == [1, 2, 4, 2]
+    assert [call.args[2] for call in run.call_args_list] == [1, 2, 4, 2]
     monkeypatch.setattr(launcher, "find_place", lambda: here)
     assert run_command(moe_sweep.main, ["--results", "other"]) == 0
     assert len(run.call_args_list) == 5
@@ -264,10 +266,10 @@ def test_ranks_that_were_started_are_those_measured(in_tmp, monkeypatch, capsys)
 def test_what_was_measured_is_drawn_beside_the_records(there, in_tmp, monkeypatch, capsys):
     """Without matplotlib the table and the records are all there is."""
 
-    def run(self, count, *_):
+    def run(here, device, count, *_):
         return {"records": [asdict(each) for each in grid() if each.config["ranks"] == count]}
 
-    monkeypatch.setattr(launcher.Launcher, "run", run)
+    monkeypatch.setattr(launcher, "on_ranks", run)
     monkeypatch.setattr(moe_sweep, "can_plot", lambda: there)
     assert run_command(moe_sweep.main, ["--results", "out", "--nproc", "1", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out

@@ -52,7 +52,7 @@ REFUSED = {
         "--sizes 1XB": "'1XB' is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)",
         "--sizes 1MB 10": "10 is 10 bytes, which no number of float32 elements (4 bytes each) fills",
         "--sizes 0": "0 is 0 bytes, which no number of float32 elements",
-        "--device cpu --backend nccl": "--backend nccl moves tensors between GPUs, and --device cpu",
+        "--device cpu --backend nccl": "--backend nccl moves tensors between GPUs, and there is none here",
         "--nproc 0": "Invalid value for '--nproc': 0 is not in the range x>=1.",
     },
     "moe_layer": {
@@ -101,8 +101,7 @@ REFUSED = {
         "--grid ' ,'": "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2",
         "--grid 1x1x1,3x1x1": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp that divides 4",
         "--grid 1x1x1,1x3x1": "layout 1x3x1: num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one",
-        "--global-batch-size 12": "layout 1x1x2: a global batch of 12 sequences is not a multiple of",
-        "--global-batch-size 8 --global-batch-per-dp 4": "--global-batch-size 8 keeps the batch,",
+        "--global-batch-per-dp 6": "layout 1x1x1: a global batch of 6 sequences is not a multiple of",
         "--size huge": "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m,",
         "--backend nccl": "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
         "--grid 1x1x1,3x1x1 --smoke": "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp",
@@ -152,7 +151,7 @@ NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 def test_bad_input_is_one_line_and_nothing_is_begun(name, words, line, in_tmp, monkeypatch, capsys):
     module = import_module(f"benchmarks.{name}")
     for place, start in product(
-        (module, launcher, parallel_run, scaling_study), ("run_ranks", "start_ranks", "Launcher")
+        (module, launcher, parallel_run, scaling_study), ("run_ranks", "start_ranks", "on_ranks")
     ):
         monkeypatch.setattr(place, start, lambda *_: pytest.fail("started in vain"), raising=False)
     for place in (module, kernel_run):

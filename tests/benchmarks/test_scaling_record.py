@@ -33,7 +33,7 @@ PEAK = {
 def turn(milliseconds: list[float], world: int = 1, **timers) -> dict:
     timers = {name.replace("_", "-"): values for name, values in timers.items()} or {"forward-compute": [1.0] * world}
     return {
-        "samples_ms": milliseconds, "timers_ms": timers, "skipped": 0, "gpu_utilisation": [None] * world,
+        "samples_ms": milliseconds, "timers_ms": timers, "skipped": 0,
         "memory_bytes": [2.0**20 * (1 + rank) for rank in range(world)],
     }  # fmt: skip
 
@@ -102,23 +102,21 @@ def test_the_gate_holds_losses_and_norm_to_their_bounds():
 
 
 def test_peaks_add_up_to_what_the_machine_has(monkeypatch):
-    assert [peak_flops(PEAK, n, 1) for n in (1, 2, 8)] == [4e9, 6e9, 6e9]
+    assert [peak_flops(PEAK, n) for n in (1, 2, 8)] == [4e9, 6e9, 6e9]
     gpus = PEAK | {"gpus": 4, "machine_flops": None}
-    assert [peak_flops(gpus, n, 1) for n in (1, 4, 8)] == [4e9, 16e9, 16e9]
+    assert [peak_flops(gpus, n) for n in (1, 4, 8)] == [4e9, 16e9, 16e9]
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 4)
     side_by_side = PEAK | {"machine_flops": None}
-    assert [peak_flops(side_by_side, n, 2) for n in (1, 2, 4)] == [4e9, 8e9, 8e9]
+    assert [peak_flops(side_by_side, n) for n in (1, 4, 8)] == [4e9, 16e9, 16e9]
 
 
 class FakeLauncher:
     """Answers for the ranks: the same losses, a millisecond a step and rank."""
 
-    here = Place()
-
     def __init__(self, fails: str = "") -> None:
         self.fails, self.runs = fails, []
 
-    def run(self, count: int, work, recipe, steps: int = 0, warmup: int = 0, **options) -> dict:
+    def run(self, here, device, count: int, work, recipe, steps: int, warmup: int, *rest) -> dict:
         name = f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
         if name == self.fails:
             raise UserError("no luck")
@@ -129,7 +127,7 @@ class FakeLauncher:
 
 
 def studied(settings: ScalingSettings, launcher: FakeLauncher, monkeypatch, first: int = 0) -> Study:
-    monkeypatch.setattr(scaling_study, "Launcher", lambda here, device: launcher)
+    monkeypatch.setattr(scaling_study, "on_ranks", launcher.run)
     return Study(settings, settings.layouts(1)[first:], Place())
 
 
@@ -165,7 +163,7 @@ def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
 
 def test_a_prediction_gives_each_rank_its_share_of_the_machine():
     (two,) = layouts(grid="1x1x2")
-    shared, apart = (predict(two, PEAK | {"machine_flops": flops}, 1)["parts_ms"] for flops in (6e9, 8e9))
+    shared, apart = (predict(two, PEAK | {"machine_flops": flops})["parts_ms"] for flops in (6e9, 8e9))
     for part in ("forward", "backward", "optimizer"):
         assert shared[part] == pytest.approx(8 / 6 * apart[part])
 
@@ -173,13 +171,12 @@ def test_a_prediction_gives_each_rank_its_share_of_the_machine():
 def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 2)
     monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 2)
-    assert crowded(2, 1) == ""
-    assert crowded(8, 1).startswith("8 ranks on 2 cores: efficiency is bounded by 2/8; 8 ranks share 2 cores, all ")
-    assert "bind" not in crowded(8, 1)
-    assert crowded(2, 2) == "2 ranks of 2 threads on 2 cores: efficiency is bounded by 2/4"
+    assert crowded(2) == ""
+    assert crowded(8).startswith("8 ranks on 2 cores: efficiency is bounded by 2/8; 8 ranks share 2 cores, all ")
+    assert "bind" not in crowded(8)
     monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 1)
     monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 64)
-    assert "8 ranks share 1 core of 64: the process that starts them is bound" in crowded(8, 1)
+    assert "8 ranks share 1 core of 64: the process that starts them is bound" in crowded(8)
 
 
 def test_efficiency_is_taken_round_by_round():
@@ -267,5 +264,3 @@ def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     assert options("1x2x1") == (0, 2, "interleaved", False, 8)
     assert options("1x1x2") == (1, 1, None, False, 16)
     assert options("2x2x2") == (1, 2, "interleaved", True, 16)
-    (strong,) = replace(settings, global_batch_per_dp=None, global_batch_size=24, grid="1x1x2").layouts(1)
-    assert strong.shape.global_batch == 24
