@@ -86,8 +86,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a transformer and the implementation of each of its parts. The constructor raises UserError if the sizes
-    do not divide or a choice does not exist."""
+    """Shape of a transformer and the implementation of its parts. Raises UserError for what does not go together."""
 
     vocab_size: int
     context_length: int

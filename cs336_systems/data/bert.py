@@ -43,8 +43,7 @@ class Sample(NamedTuple):
 class BertData:
     """Batches of one split, over any number of epochs. Each epoch shuffles the packed spans of sentences, and cuts,
     swaps and masks them again. The spans are the same in every epoch (Megatron-LM draws new lengths), so any sample can
-    be made without those before it. Raises UserError for documents without any sample, for invalid sizes, and for token
-    ids outside the vocabulary."""
+    be made without those before it. Raises UserError for documents without any sample, and for invalid sizes."""
 
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, seq_length: int, seed: int = 0, mask_prob: float = 0.15,
@@ -54,10 +53,6 @@ class BertData:
             raise UserError(f"a BERT sample needs a context of {SHORTEST} tokens at least, not {seq_length}")
         if not 0 < mask_prob < 1 or not 0 <= short_seq_prob <= 1:
             raise UserError(f"mask_prob {mask_prob} must lie in (0, 1), and short_seq_prob {short_seq_prob} in [0, 1]")
-        ids, largest = documents.tokens, tokenizer.vocab_size - 1
-        low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)
-        if low < 0 or high > largest:
-            raise UserError(f"{documents.name} has token ids from {low} to {high}; the tokenizer's are 0 to {largest}")
         self.documents, self.tokenizer, self.seq_length = documents, tokenizer, seq_length
         self.seed, self.mask_prob = seed, mask_prob
         self.ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)

@@ -142,17 +142,6 @@ def rank_rows(batch: int, rank: int, world_size: int) -> range:
     return range(batch)[rank * batch // world_size : (rank + 1) * batch // world_size]
 
 
-def lm_batch(
-    corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Make this rank's inputs and targets of one step, each (batch/world_size context); targets are the next tokens.
-    `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks."""
-    starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
-    places = starts[rank_rows(batch, rank, world_size)][:, None] + np.arange(context + 1)
-    window = corpus.tokens[places].astype(np.int64)
-    return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
-
-
 def document_starts(corpus: Corpus) -> np.ndarray:
     """Find where documents begin, (tokens,): True at the first token. In a text a document begins after one or more
     blank lines, which may have spaces; of random tokens about one in 256 begins a document."""
@@ -164,15 +153,24 @@ def document_starts(corpus: Corpus) -> np.ndarray:
     return starts
 
 
-def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the tokens and targets of `lm_batch`, with its arguments after the corpus, as rows of packed documents, and
-    each token's position in its document, all (batch/world_size context). The target of a document's last token is
-    IGNORED. A row may cut its first and last document, as in Llama 3's training (arXiv:2407.21783, section 3.2)."""
-    tokens, targets = lm_batch(corpus, *which)
-    begins, ends = (each.bool() for each in lm_batch(replace(corpus, tokens=starts), *which))
-    place = torch.arange(tokens.shape[1])
-    first = torch.where(begins, place, 0).cummax(1).values
-    return tokens, targets.masked_fill(ends, IGNORED), place - first
+def lm_batch(
+    corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1,
+    starts: np.ndarray | None = None,
+) -> Batch:  # fmt: skip
+    """Make this rank's rows (batch/world_size context) of a step's global batch; targets are the next tokens. With
+    `starts` (`document_starts`) rows are packed documents: they have positions, and the target of a document's last
+    token is IGNORED. A row may cut its first and last document, as in Llama 3's training (arXiv:2407.21783, section
+    3.2). Raises UserError if the batch does not divide over the ranks."""
+    rows = rank_rows(batch, rank, world_size)
+    first = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
+    places = first[rows][:, None] + np.arange(context + 1)
+    window = torch.from_numpy(corpus.tokens[places].astype(np.int64))
+    tokens, targets, positions = window[:, :-1].contiguous(), window[:, 1:].contiguous(), None
+    if starts is not None:
+        begins, index = torch.from_numpy(starts[places]), torch.arange(context)
+        positions = index - torch.where(begins[:, :-1], index, 0).cummax(1).values
+        targets = targets.masked_fill(begins[:, 1:], IGNORED)
+    return Batch(tokens, targets, torch.tensor(rows), positions=positions)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
 """Tokenizers: bytes, WordPiece, and data that consists of token ids.
 
-A tokenizer also groups tokens into words, since BERT masks whole words. It can be written as JSON, so that one rank
-trains it and sends it to the others.
+A tokenizer also groups tokens into words, since BERT masks whole words.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -38,7 +35,7 @@ class Tokenizer:
     """Token ids below `vocab_size`. Four are special, and never in encoded text: `pad`, `cls`, `sep` and `mask`.
     `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue a word."""
 
-    arguments: tuple[Any, ...] = ()  # the constructor's arguments, for `to_json`
+    pieces: list[str] | None = None  # of WordPiece, by which other ranks make the same
 
     def __init__(self, special_ids: tuple[int, int, int, int], outside: np.ndarray, joins: np.ndarray) -> None:
         self.vocab_size, self.special_ids = len(outside), special_ids
@@ -49,10 +46,6 @@ class Tokenizer:
     def encode(self, sentence: str) -> list[int]:
         """Convert a sentence to token ids, none of them special."""
         raise NotImplementedError  # data that consists of token ids has no sentences
-
-    def to_json(self) -> str:
-        """Write the whole tokenizer as text, for `tokenizer_from_json`."""
-        return json.dumps((type(self).__name__, *self.arguments), allow_nan=False)
 
     def words(self, tokens: np.ndarray) -> np.ndarray:
         """Index of each token's word, -1 outside words, (seq) -> (seq). A special token ends a word."""
@@ -83,7 +76,6 @@ class IdTokenizer(Tokenizer):
             raise UserError(f"a vocabulary of {vocab_size} has four special tokens and no other: use 5 or more")
         none, first = np.zeros(vocab_size, bool), vocab_size - 4
         super().__init__((first, first + 1, first + 2, first + 3), outside=none, joins=none)
-        self.arguments = (vocab_size,)
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -103,7 +95,6 @@ class WordPieceTokenizer(Tokenizer):
         joins = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
         super().__init__((pad, cls, sep, mask), outside=np.zeros(len(pieces), bool), joins=joins)
         self.pieces, self.lower_case = list(pieces), lower_case
-        self.arguments = (self.pieces, lower_case)
         model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
         # Cached by word: the library spends most of its time on offsets, which are not needed here, and words repeat.
         self._encode_word = lru_cache(CACHED_WORDS)(lambda word: [token.id for token in model.tokenize(word)])
@@ -155,9 +146,3 @@ def split_words(sentence: str, lower_case: bool) -> list[str]:
     # The library splits the rest of Unicode, at a fifth of the speed.
     clean = BertNormalizer(lowercase=lower_case).normalize_str(sentence)
     return [word for word, _ in BertPreTokenizer().pre_tokenize_str(clean)]
-
-
-def tokenizer_from_json(text: str) -> Tokenizer:
-    """Make the tokenizer that `to_json` wrote."""
-    kind, *arguments = json.loads(text)
-    return {each.__name__: each for each in Tokenizer.__subclasses__()}[kind](*arguments)

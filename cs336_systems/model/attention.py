@@ -48,9 +48,8 @@ def find_places(batch: Batch, parts: PartsOf | None) -> Places:
     if (positions := batch.positions) is not None:
         shape, meant = tuple(positions.shape), (len(batch.tokens), length)
         if shape != meant or positions.is_floating_point():
-            raise UserError(
-                f"positions are {positions.dtype} of shape {shape}: whole numbers of shape {meant} are meant"
-            )
+            found = f"positions are {positions.dtype} of shape {shape}"
+            raise UserError(f"{found}: whole numbers of shape {meant} are meant")
         positions = positions.long()
         if (positions * (positions - F.pad(positions, (1, 0), value=-1)[:, :-1] - 1)).any():
             raise UserError("a row's positions begin at 0 and count up, again from 0 in each document, also a cut one")
@@ -58,8 +57,7 @@ def find_places(batch: Batch, parts: PartsOf | None) -> Places:
 
 
 def angles(positions: Tensor, dim: int, base: float) -> Tensor:
-    """Angles (... dim/2): positions (...) times base^(-2i/dim). In float64, since float32 has lost four digits at
-    position 8191."""
+    """Angles (... dim/2): positions (...) times base^(-2i/dim), in float64: float32 loses digits at large positions."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
     return positions.double()[..., None] / base**exponents
 

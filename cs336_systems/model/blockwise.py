@@ -43,16 +43,11 @@ PartsOf = Callable[[int], tuple[Parts, int]]  # number of its tokens -> their pl
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one document: index of the first among the rank's tokens, its place, and their number."""
+    """Neighbouring tokens of one document, as a slice of the rank's tokens."""
 
-    start: int
-    place: int
-    length: int
+    span: slice
+    place: int  # of the first of them
     document: int  # place of the document's first token
-
-    @property
-    def span(self) -> slice:
-        return slice(self.start, self.start + self.length)
 
 
 class Rectangle(NamedTuple):
@@ -106,8 +101,9 @@ def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
     for part in filter(len, parts):
         within = starts[bisect_right(starts, part.start) : bisect_left(starts, part.stop)]
         for first, last in pairwise([part.start, *within, part.stop]):
-            yield Segment(index, first, last - first, starts[bisect_right(starts, first) - 1])
-            index += last - first
+            end = index + last - first
+            yield Segment(slice(index, end), first, starts[bisect_right(starts, first) - 1])
+            index = end
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ class BertOutput(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Cross entropies in nats, summed or averaged over all targets that are not IGNORED, and for BERT over all sentence
-    pairs."""
+    """Cross entropies in nats, sums or means over targets that are not IGNORED, and for BERT over sentence pairs."""
 
     tokens: Tensor
     pair: Tensor | None = None

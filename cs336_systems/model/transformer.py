@@ -69,10 +69,8 @@ class Embedding(nn.Module):
         if config.token_types:
             self.types = nn.Embedding(config.token_types, config.d_model)
 
-    def forward(
-        self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None, places: Places | None = None
-    ) -> Tensor:
-        config, places = self.config, places or find_places(Batch(tokens), None)
+    def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None, places: Places) -> Tensor:
+        config = self.config
         if places.length > config.context_length:
             raise UserError(f"{places.length} tokens do not fit the context of {config.context_length}")
         x = self.tokens(tokens)
@@ -237,8 +235,7 @@ class TransformerLM(nn.Module):
         return logits if pair is None else BertOutput(logits, pair)
 
     def losses(self, x: Tensor, batch: Batch, reduction: str = "sum") -> Losses:
-        """Compute losses from the last block's x (batch seq d_model): sums, which may be added over microbatches and
-        ranks, or means."""
+        """Compute losses from the last block's x (batch seq d_model): sums, which add up over ranks, or means."""
         assert batch.targets is not None
         if self.fused_loss:  # the kernel never holds all logits
             weight = self.embedding.tokens.weight if self.head is None else self.head.weight
@@ -266,8 +263,7 @@ class TransformerLM(nn.Module):
 
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Mean cross entropy in nats, a scalar, of targets (batch seq) for tokens (batch seq); positions (batch seq) are
-    their places in packed documents."""
+    """Mean cross entropy in nats of targets for tokens, with positions in packed documents, all (batch seq)."""
     return model(tokens, targets=targets) if positions is None else model(tokens, targets=targets, positions=positions)
 
 

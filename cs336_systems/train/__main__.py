@@ -193,15 +193,14 @@ class TrainCommand(click.Command):
 
 @click.command(cls=TrainCommand)
 @console.options(*GROUPS.values())
-@click.argument("more_data", nargs=-1)
-def main(more_data: tuple[str, ...], **settings: Any) -> None:
+@click.argument("stray", nargs=-1, metavar="")
+def main(stray: tuple[str, ...], **settings: Any) -> None:
     """Train a language model on text or random tokens and print a sample of what it learned.
 
     Megatron-LM's option names work, too: options of its pretraining scripts can be pasted here unchanged.
     """
-    if more_data and not settings["data"]:
-        raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")
-    settings["data"] = (*settings["data"], *more_data)  # --data a.txt b.txt
+    if stray:
+        raise UserError(f"unexpected argument {stray[0]!r}; text is named with --data FILE ...")
     recipe = Recipe.of(**settings)
     # A run that cannot be laid out or does not fit is refused here, before any rank is started or joins.
     ranks = max(find_place().world_size, recipe.launch.nproc or 1)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from cs336_systems.checkpoint.disk import on_rank_0
 from cs336_systems.comm import Group
 from cs336_systems.data import corpus
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, Documents
-from cs336_systems.data.tokenizer import ByteTokenizer, tokenizer_from_json
+from cs336_systems.data.tokenizer import ByteTokenizer, IdTokenizer, WordPieceTokenizer
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # size of a WordPiece vocabulary for a model without one of its own
@@ -45,18 +44,8 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     corpus.check_length(training, seq)
 
     def reader(text: Corpus) -> Rows:
-        starts = corpus.document_starts(text) if recipe.data.pack else None
-
-        def batch(number: int, rank: int, ranks: int) -> Batch:
-            which, positions = (number, recipe.run.seed, rows, seq, rank, ranks), None
-            if starts is None:
-                tokens, targets = corpus.lm_batch(text, *which)
-            else:
-                tokens, targets, positions = corpus.packed_batch(text, starts, *which)
-            mine = torch.arange(rank * len(tokens), (rank + 1) * len(tokens))
-            return Batch(tokens, targets, mine, positions=positions)
-
-        return batch
+        starts, seed = corpus.document_starts(text) if recipe.data.pack else None, recipe.run.seed
+        return lambda number, rank, ranks: corpus.lm_batch(text, number, seed, rows, seq, rank, ranks, starts)
 
     validation = reader(held_out) if len(held_out.tokens) > seq else None
     text = training.name, digest(whole.tokens), len(training.tokens), config.vocab_size
@@ -72,10 +61,12 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     largest = 10**9 if of_file else most_pieces(recipe)
 
     def make() -> Any:
-        arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
-        return make_tokenizer(*arguments).to_json()
+        made = make_tokenizer(data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case)
+        return made.vocab_size, made.pieces
 
-    tokenizer = tokenizer_from_json(on_rank_0("tokenizer", make, Path(), group, failed=None))
+    size, pieces = on_rank_0("tokenizer", make, Path(), group, failed=None)
+    other = IdTokenizer(size) if data.is_random else ByteTokenizer()
+    tokenizer = WordPieceTokenizer(pieces, data.lower_case) if pieces else other
     seq, seed = recipe.seq(recipe.model_config(tokenizer.vocab_size)), recipe.run.seed
     text, held_out, _ = load_documents(data.data, tokenizer, data.split)
 

@@ -14,8 +14,6 @@ RENAMED: dict[str, str] = _DATA["model"] | _DATA["run"]
 FIXED, IGNORED, DEFAULTS, GPT = (_DATA[table] for table in ("fixed", "ignored", "defaults", "gpt"))
 # SHAPE lists options that --size replaces. REQUIRED maps those that Megatron requires to this project's names.
 REQUIRED = {"--num-layers": "--num-layers", "--hidden-size": "--d-model", "--num-attention-heads": "--num-heads"}
-SIZE, BATCH = ("--size", "--preset"), ("--batch-size", "--global-batch-size")
-WIDTH, HEADS = ("--d-model", "--hidden-size"), ("--num-heads", "--num-attention-heads")
 SHAPE = (*REQUIRED, "--ffn-hidden-size", "--seq-length", "--encoder-seq-length", "--max-position-embeddings")
 PARTS = {*(entry.rstrip("=") for entry in _DATA["model"]), "--rotary-base", "--kv-channels"}
 OF_GPT = {*_DATA["of_gpt"].split(), *PARTS, "--tokenizer-type"} - {"--rotary-base", "--kv-channels"}
@@ -49,11 +47,9 @@ class Option(NamedTuple):
         return int(value)
 
 
-Line = dict[str, Option]  # a command line by names; of an option that is repeated, the last one counts
-
-
-def _either(line: Line, *names: str) -> Option | None:
-    return next((line[name] for name in names if name in line), None)
+# A command line by names as typed and, where this project has no option of that name on it, by this project's names. Of
+# an option that is repeated, the last one counts.
+Line = dict[str, Option]
 
 
 def _foreign(line: Line) -> bool:
@@ -76,6 +72,9 @@ def _take_option(left: deque[str]) -> Option:
     if entry and most and not words:
         raise UserError(f"{name} lacks its value")
     name = name if entry else typed
+    if name == "--data":  # a b: --data a --data b
+        words[:0] = [inline] * bool(equals)
+        return Option(name, tuple(words), tuple(word for path in words for word in (name, path)) or (name,))
     return Option(name, (inline,) if equals else tuple(words), (f"{name}={inline}" if equals else name, *words))
 
 
@@ -125,16 +124,17 @@ def _words(option: Option, line: Line) -> list[str]:
         paths = option.values[1::2] if _weights(option) else option.values
         return [word for path in paths for word in (ours, path)]
     if name.endswith("-samples"):  # as steps of the global batch; Megatron too drops the remainder
-        if (batch := _either(line, *BATCH)) is None:
+        if (batch := line.get("--batch-size")) is None:
             raise UserError(f"{option} counts samples; say with --global-batch-size how many make a step")
         count, size = option.whole(least=0), batch.whole()
         if 0 < count < size:
             raise UserError(f"{option} is less than one global batch of {size}")
         return [ours, str(count // size)]
     if name == "--num-layers-per-virtual-pipeline-stage":  # chunks: layers / (stages x layers of a chunk)
-        layers, ranks = line.get("--num-layers"), _either(line, "--pp", stages := "--pipeline-model-parallel-size")
-        if _either(line, *SIZE) or layers is None or ranks is None:
-            raise UserError(f"{option} needs --num-layers and {stages}; with --size, say --chunks")
+        layers, ranks = line.get("--num-layers"), line.get("--pp")
+        if "--size" in line or layers is None or ranks is None:
+            needed = "--num-layers and --pipeline-model-parallel-size"
+            raise UserError(f"{option} needs {needed}; with --size, say --chunks")
         pp, each = ranks.whole(), option.whole()
         if layers.whole() % (pp * each):
             raise UserError(f"{layers} is not a multiple of {pp} stages x {each} layers in a chunk")
@@ -144,17 +144,17 @@ def _words(option: Option, line: Line) -> list[str]:
 
 def _reason(option: Option, line: Line) -> str | None:
     """Reason why an option is ignored; None if it is not. Raises UserError for a model that does not exist here."""
-    name, value, size, foreign = option.name, "".join(option.values[:1]), _either(line, *SIZE), _foreign(line)
+    name, value, size, foreign = option.name, "".join(option.values[:1]), line.get("--size"), _foreign(line)
     if size and (name in SHAPE or (foreign and name in PARTS)):
         return f"{size} sets the shape"
-    needed, width, heads = _DATA["needed"].get(name), _either(line, *WIDTH), _either(line, *HEADS)
+    needed, width, heads = _DATA["needed"].get(name), line.get("--d-model"), line.get("--num-heads")
     if name == "--kv-channels" and width and heads:
         needed = str(width.whole() // heads.whole())
     if needed and _plain(value) != _plain(needed):
         raise UserError(f"{option} does not exist here; it is {needed}")
     if name in FIXED and _plain(value) != _plain(FIXED[name]):
         return f"here it is {FIXED[name]}"
-    save, tp = _either(line, "--out", "--save"), _either(line, "--tp", "--tensor-model-parallel-size")
+    save, tp = line.get("--out"), line.get("--tp")
     if name == "--load" and save and save.values != option.values:
         return "a run goes on in the folder that it saves to"
     if name == "--num-query-groups" and "--group-query-attention" not in line:
@@ -175,12 +175,12 @@ def _added(line: Line, translated: dict[str, list[str]]) -> dict[str, str]:
         added["--objective"] = objective = _objective(line)
         if "--vocab-file" in line and objective == "bert":
             added["--tokenizer"] = "wordpiece"
-        if (width := _either(line, *WIDTH)) and not _either(line, *SIZE):
+        if (width := line.get("--d-model")) and "--size" not in line:
             # As in Megatron, where a gated feed-forward has as many weights as the plain one.
             added["--d-ff"] = str(width.whole() * 8 // 192 * 64 if "--swiglu" in line else 4 * width.whole())
             added |= GPT if objective == "lm" else {}
         # The decay ends with the whole run, also if --steps cuts it short.
-        if meant := _either(line, "--train-iters", "--train-samples"):
+        if meant := line.get("--train-iters") or line.get("--train-samples"):
             added["--decay-steps"] = _words(meant, line)[1]
         added |= DEFAULTS
     taken = {WARMUP.get(name, name) for name in line} | set(translated)
@@ -210,12 +210,14 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     left, options = deque(arguments), list[Option]()
     while left and left[0] != "--":
         options.append(_take_option(left))
-    line: Line = {option.name: option for option in options}
+    typed = {option.name: option for option in options}
+    line: Line = {_OURS.get(name, name).split(" ")[0].replace("--preset", "--size"): typed[name] for name in typed}
+    line |= typed
     given = [line[name] for name in SHAPE[1:4] if name in line]
-    missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
-    if given and missing and not _either(line, *SIZE):  # an incomplete shape would change the default preset
+    missing = [name for name, ours in REQUIRED.items() if ours not in line]
+    if given and missing and "--size" not in line:  # an incomplete shape would change the default preset
         raise UserError(f"{given[0]} is part of a shape; give {' and '.join(missing)} as well, or --size NAME alone")
-    own = {WARMUP.get(name, name): option for name, option in reversed(line.items())}
+    own = {WARMUP.get(name, name): option for name, option in reversed(typed.items())}
     tokens, ignored, replaced = list[str](), dict[str, list[str]](), list[str]()
     first, translated = dict[str, Option](), dict[str, list[str]]()  # by our option: the original, and our words
     for option in options:
@@ -228,7 +230,7 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
         elif not ours or line[option.name] is not option:
             continue
         elif option.name == "--load":
-            tokens += ["--resume"] if _either(line, "--out", "--save") else ["--resume", "--out", *option.values]
+            tokens += ["--resume"] if "--out" in line else ["--resume", "--out", *option.values]
         elif subject in own:
             replaced.append(f"{option} by {own[subject]}")
         elif first.setdefault(subject, option) is option:

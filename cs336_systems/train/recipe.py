@@ -21,6 +21,7 @@ from cs336_systems.train import options
 # Settings that turn a decoder's shape into BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
 ENCODER: dict[str, Any] = {"causal": False, "positions": "learned", "token_types": 2, "bias": True}
 ENCODER |= {"norm": "layernorm", "feed_forward": "gelu", "tied_head": True, "bert_heads": True, "kernels": "torch"}
+OF_BERT = ("split", "tokenizer", "vocab_file", "lower_case", "mask_prob", "short_seq_prob")
 # Options that are fields of the model's configuration.
 SHAPE = {each.name for each in fields(options.ModelOptions)} & {each.name for each in fields(ModelConfig)}
 
@@ -122,6 +123,9 @@ class Recipe:
         for name in ("save_every", "resume", "background_save"):
             if self.run.out is None and getattr(self.run, name):
                 raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")
+        for name in () if self.model.is_bert else OF_BERT:
+            if getattr(self.data, name) != getattr(options.DataOptions, name):
+                raise UserError(f"{flag(name)} is about BERT's text: leave it out, or say --objective bert")
         self.optimizer.learning_rate(0)
         parallel, seq = self.parallel, self.seq(config)
         if parallel.zero == 3 and parallel.chunks > 1 and parallel.schedule_name not in SPLIT:

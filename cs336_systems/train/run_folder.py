@@ -141,13 +141,12 @@ class RunCheckpoints:
         if saved["scaler"].keys() - {"overflows"} == scaler.state_dict().keys():
             scaler.load_state_dict(saved["scaler"])
         self.trainer.skipped = saved["skipped"]  # but not overflows in a row: settings may have changed
-        restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
         return checkpoint.step
 
     def _check(self, checkpoint: Checkpoint) -> None:
-        """Raises RefusedError for a checkpoint that cannot be used. Raises UserError for one of another run, since
-        older checkpoints there are of that run, too."""
+        """Check a checkpoint, and restore its generators. Raises RefusedError for one that cannot be used, UserError
+        for one of another run, since older checkpoints there are of that run, too."""
         check_state(checkpoint)
         mine = identity(self.trainer)
         # Earlier versions had no packing, and did not save where sentences begin.
@@ -156,7 +155,7 @@ class RunCheckpoints:
             problem = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
             raise UserError(f"{problem}, or name another folder with --out DIR")
         self.state.check(checkpoint)
-        restore_random(checkpoint, self.world.rank(), self.trainer.device, spare=True)
+        restore_random(checkpoint, self.world.rank(), self.trainer.device)
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
         """Report the step at which the run resumes, whether bit for bit, and which settings have changed."""
@@ -183,7 +182,7 @@ def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[s
         if isinstance(value, dict) and isinstance(then := saved.get(name), dict):
             found += _differing(then, value, text)
         elif saved.get(name) != value:
-            found.append(text.format(name, saved.get(name), value))
+            found.append(text.format(name, saved.get(name, "not recorded"), value))
     return found
 
 

@@ -13,7 +13,6 @@ random number generator; code that does, such as an augmentation, resumes bit fo
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,24 +177,20 @@ def random_pieces(rank: int, device: torch.device) -> tuple[list[Piece], Scalars
     return pieces, {name: scalars} if scalars else {}
 
 
-def restore_random(source: Checkpoint, rank: int, device: torch.device, spare: bool = False) -> bool:
-    """Restore the generators of a rank, or with `spare` only try it with new ones; returns False, and changes nothing,
-    if none are saved. Raises RefusedError for invalid states."""
+def restore_random(source: Checkpoint, rank: int, device: torch.device) -> None:
+    """Restore the generators of a rank, if any are saved. Raises RefusedError for invalid states."""
     name = f"{RANDOM}rank {rank}"
     if name not in source.tensors:
-        return False
+        return
     try:
         saved = {kind: source.read(name, kind, Box.whole(entry.shape)) for kind, entry in source.tensors[name].items()}
         scalars, (*key, position) = source.scalars.get(name, {}), saved["numpy"].tolist()
         gauss = scalars.get("numpy gauss")
-        (torch.Generator() if spare else torch.default_generator).set_state(saved["torch"])
-        python = 3, tuple(saved["python"].tolist()), scalars.get("python gauss")
-        (random.Random() if spare else random).setstate(python)
-        words = "MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0
-        (np.random.RandomState() if spare else np.random).set_state(words)
+        torch.set_rng_state(saved["torch"])
+        random.setstate((3, tuple(saved["python"].tolist()), scalars.get("python gauss")))
+        words = np.array(key, dtype=np.uint32)
+        np.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
         if device.type == "cuda" and "cuda" in saved:
-            set_state = torch.Generator(device).set_state if spare else partial(torch.cuda.set_rng_state, device=device)
-            set_state(saved["cuda"])
+            torch.cuda.set_rng_state(saved["cuda"], device)
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise RefusedError(f"the random number generators of rank {rank} cannot be set: {error!r:.80}") from None
-    return True

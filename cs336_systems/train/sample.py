@@ -8,7 +8,7 @@ import click
 from cs336_systems.checkpoint.__main__ import find
 from cs336_systems.checkpoint.disk import refusing
 from cs336_systems.checkpoint.folder import open_checkpoint
-from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint
+from cs336_systems.checkpoint.tensors import Checkpoint
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.machine import choose_device
@@ -18,24 +18,19 @@ from cs336_systems.train.run_log import sample_text
 
 
 def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
-    """Read the whole model of a checkpoint, of any layout, and the recipe that trained it. Raises UserError for a model
-    that cannot write text."""
+    """Read the whole model of a checkpoint, and its recipe. Raises UserError for a model that cannot write text."""
     folder = checkpoint.folder
     with refusing(str(folder), f"{folder} does not say what model it is of"):
         saved = {name: value for name, value in checkpoint.state["recipe"].items() if name in OPTIONS}
         recipe = Recipe.of(**saved)
         is_text = not recipe.model.is_bert and not recipe.data.is_random
-        config = recipe.model_config()
-        wanted = {name: tuple(each.shape) for name, each in TransformerLM(config, "meta").named_parameters()}
+        model = TransformerLM(recipe.model_config(), "meta")  # memory is taken for what the files have alone
     if not is_text:
         raise UserError(f"{folder} is of a model that has not learned to write text")
-    for name, shape in wanted.items():
-        found = checkpoint.tensors.get(name, {}).get(VALUE)
-        if found is None or found.shape != shape:
-            raise UserError(f"{folder} has no {name} of shape {shape}")
-    model = TransformerLM(config)
-    state = {name: checkpoint.read(name, VALUE, Box.whole(shape)) for name, shape in wanted.items()}
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict({each.name: each.tensor.float() for each in checkpoint.weights()}, assign=True)
+    except RuntimeError as error:  # names what lacks, and the shapes that differ
+        raise UserError(f"{folder} has another model: {' '.join(str(error).split()):.300}") from None
     return model.eval(), recipe
 
 

@@ -12,15 +12,9 @@ from cs336_systems.comm import Group, agree, all_reduce
 
 
 class Timers:
-    """Timers by name: sums since the last `reset`, compared over the ranks of `group` (None: this process alone).
-
-        timers = Timers(device, group)
-        with timers("forward-compute"): ...
-        with timers.collective("backward-params-all-reduce"): ...
-        print(timer_line(timers.by_rank(), steps))
-
-    Timers may be nested and repeated. On a GPU a timer records events on the stream, and only a report reads them: the
-    host never waits, and times include gaps in which the GPU waited for the host. A report lists `names` first."""
+    """Timers by name: sums since the last `reset`, compared over the ranks of `group` (None: this process alone). They
+    may be nested and repeated. On a GPU a timer records events on the stream, and only a report reads them: the host
+    never waits, and times include gaps in which the GPU waited for the host. A report lists `names` first."""
 
     def __init__(self, device: torch.device, group: Group | None = None, names: Iterable[str] = ()) -> None:
         self.device, self.group = device, group

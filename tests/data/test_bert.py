@@ -299,7 +299,6 @@ def test_an_epoch_has_every_stretch_once_and_the_next_another_order_and_masks():
         ({"mask_prob": 0.0}, r"mask_prob 0.0 must lie in \(0, 1\)"),
         ({"mask_prob": 1.0}, r"mask_prob 1.0 must lie in \(0, 1\)"),
         ({"short_seq_prob": 1.1}, r"short_seq_prob 1.1 in \[0, 1\]"),
-        ({"tokenizer": IdTokenizer(16)}, "has token ids from 0 to 16; the tokenizer's are 0 to 15"),
         ({"documents": documents_of([9], [7])}, "counting: no document has two sentences of at most 512 tokens"),
     ],
 )

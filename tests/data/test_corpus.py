@@ -13,7 +13,6 @@ from cs336_systems.data.corpus import (
     file_corpus,
     lm_batch,
     load_corpus,
-    packed_batch,
     random_corpus,
     stdlib_corpus,
 )
@@ -23,13 +22,13 @@ COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting")
 
 
 def test_a_batch_is_a_function_of_seed_and_step_which_ranks_share():
-    tokens, targets = lm_batch(COUNTING, step=5, seed=1, batch=6, context=9)
+    tokens, targets, rows, *_ = lm_batch(COUNTING, step=5, seed=1, batch=6, context=9)
     assert torch.equal(targets, tokens + 1)
     assert tokens.dtype == torch.int64
     assert tokens.shape == (6, 9)
     for world_size in (1, 2, 3, 6):
         parts = [lm_batch(COUNTING, 5, 1, 6, 9, rank, world_size) for rank in range(world_size)]
-        for i, whole in enumerate((tokens, targets)):
+        for i, whole in enumerate((tokens, targets, rows)):
             assert torch.equal(torch.cat([part[i] for part in parts]), whole)
     for step, seed in ((4, 1), (5, 0)):
         assert not torch.equal(lm_batch(COUNTING, step, seed, 6, 9)[0], tokens)
@@ -56,8 +55,9 @@ def test_packed_rows_are_the_same_tokens_without_targets_across_documents():
     text = b"".join(b"%d\n\n" % number for number in range(100, 400))
     corpus = Corpus(np.frombuffer(text, np.uint8), "text")
     which = (3, 0, 8, 21)
-    tokens, targets, positions = packed_batch(corpus, document_starts(corpus), *which)
-    plain_tokens, plain_targets = lm_batch(corpus, *which)
+    starts = document_starts(corpus)
+    tokens, targets, *_, positions = lm_batch(corpus, *which, starts=starts)
+    plain_tokens, plain_targets, *_ = lm_batch(corpus, *which)
     assert torch.equal(tokens, plain_tokens)
     for row, found in enumerate(positions.tolist()):
         said, first = [chr(token) for token in tokens[row].tolist()], 0
@@ -68,8 +68,8 @@ def test_packed_rows_are_the_same_tokens_without_targets_across_documents():
             following = int(plain_targets[row, place])
             crosses = said[place] == "\n" != chr(following)
             assert targets[row, place] == (IGNORED if crosses else following)
-    halves = [packed_batch(corpus, document_starts(corpus), *which, rank, 2) for rank in range(2)]
-    for whole, *parts in zip((tokens, targets, positions), *halves, strict=True):
+    halves = [lm_batch(corpus, *which, rank, 2, starts) for rank in range(2)]
+    for whole, *parts in zip((tokens, targets, positions), *(half[:2] + half[-1:] for half in halves), strict=True):
         assert torch.equal(torch.cat(parts), whole)
 
 

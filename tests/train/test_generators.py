@@ -46,15 +46,14 @@ def continued(group, folder: str, odd: bool) -> list[float]:
     seed(7)
     draw()
     checkpoint = open_checkpoint(path, group)
-    assert restore_random(checkpoint, rank, CPU, spare=True)
-    assert restore_random(checkpoint, rank, CPU)
+    restore_random(checkpoint, rank, CPU)
     assert draw() == drawn
-    assert restore_random(checkpoint, 1 - rank, CPU)
+    restore_random(checkpoint, 1 - rank, CPU)
     assert draw() != drawn
     seed(3)
     own = draw()
     seed(3)
-    assert not restore_random(checkpoint, 2, CPU)  # a rank without a saved state keeps its own
+    restore_random(checkpoint, 2, CPU)  # a rank without a saved state keeps its own
     assert draw() == own
     return drawn
 
@@ -79,7 +78,7 @@ def test_every_rank_of_every_seed_begins_with_its_own():
 @pytest.mark.parametrize(
     ("kind", "spoilt"), [("torch", "cut"), ("python", "huge"), ("numpy", "cut"), ("numpy", "gone")]
 )
-def test_states_that_cannot_be_are_found_before_anything_is_set(tmp_path, kind, spoilt):
+def test_states_that_cannot_be_are_refused(tmp_path, kind, spoilt):
     def case() -> str:
         pieces, scalars = random_pieces(0, CPU)
         numbers = next(each for each in pieces if each.kind == kind).tensor
@@ -88,10 +87,8 @@ def test_states_that_cannot_be_are_found_before_anything_is_set(tmp_path, kind, 
         if numbers is not None:
             kept.append(Piece(f"{RANDOM}rank 0", kind, Box.whole(numbers.shape), 0, numbers))
         checkpoint = open_checkpoint(save(tmp_path, 0, kept, scalars, {}, default_group()))
-        before = random_pieces(0, CPU)[0]
         with pytest.raises(RefusedError) as refused:
-            restore_random(checkpoint, 0, CPU, spare=True)
-        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(before, random_pieces(0, CPU)[0], strict=True))
+            restore_random(checkpoint, 0, CPU)
         return str(refused.value)
 
     with distributed():

@@ -77,7 +77,7 @@ def words(text: str) -> tuple[str, str]:
 )
 def test_the_examples_of_today_are_the_models_that_they_are_named_after(line, ranks, preset, changes):
     given = main.make_context("train", f"{line} {EXAMPLE_RUN}".split()).params
-    assert not given.pop("more_data"), "a value that its option did not take"
+    assert not given.pop("stray"), "a value that its option did not take"
     recipe = Recipe.of(**given)
     config, meant = recipe.model_config(), model_preset(preset)
     recipe.check(config, ranks)
@@ -190,7 +190,7 @@ def test_the_option_string_of_the_study(size):
         # Unknown tokens stay as they are.
         ("--no-such 1 two --x=3 -q --d_model 4", None, ""),
         ("a.txt b=c --steps 3 -- --fp16 --save", None, ""),
-        ("--data a b --prompt=", None, ""),
+        ("--data a b --prompt= --data=c d", "--data a --data b --prompt= --data c --data d", ""),
         ("--lr=1 --min_lr=0", "--lr=1 --min-lr=0", ""),
         # No name here is Megatron-LM's alone, by which its defaults would come.
         ("--num-layers 2 --vocab-file v --split 1,1 --mask-prob 0.1", None, ""),

@@ -34,6 +34,9 @@ from cs336_systems.train.recipe import Recipe
         (1, {"context": 200, "max_context": 100}, "--context 200 exceeds the model's 100 positions"),
         (1, {"size": "bert-345m", "objective": "lm"}, "bert-345m is an encoder, which cannot predict the next token;"),
         (2, {"pp": 2, "chunks": 2, "batch_size": 3, "micro_batch_size": 1}, "microbatches 3 is not a multiple of "),
+        (1, {"tokenizer": "wordpiece"}, "--tokenizer is about BERT's text: leave it out, or say --objective bert"),
+        (1, {"vocab_file": Path("v")}, "--vocab-file is about BERT's text: leave it out, or say --objective bert"),
+        (1, {"split": "8,1,1"}, "--split is about BERT's text: leave it out, or say --objective bert"),
         (2, {"pp": 2, "schedule": "zbv", "recompute": "nested"}, "--schedule zbv does not go with --recompute nested"),
     ],
 )

@@ -96,6 +96,8 @@ def test_a_sample_is_safe_to_print():
         ("--num-layers 10001", "Invalid value for '--num-layers': 10001 is not in the range 1<=x<=10000."),
         ("--on-nonfinite hope", "Invalid value for '--on-nonfinite': 'hope' is not one of 'stop', 'skip'."),
         ("stray.txt", "unexpected argument 'stray.txt'; text is named with --data FILE ..."),
+        ("--data short.txt --log-every 1 stray.txt", "unexpected argument 'stray.txt'; text is named with --data F"),
+        ("--data=short.txt --adam-beta1 0.8 stray.txt", "unexpected argument 'stray.txt'; text is named with --data F"),
         ("--num-layers 1 --lr 1e9 --clip 1e9", "the gradient, unlike the loss, is not finite in step 2 (gradient no"),
         ("--lr -1", "Invalid value for '--lr': -1.0 is not in the range x>=0."),
         ("--clip 0", "Invalid value for '--clip': 0.0 is not in the range x>0."),
@@ -224,13 +226,12 @@ def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
     assert "log: runs/train.jsonl\n" in capsys.readouterr().out
 
 
-def test_a_log_is_not_written_through_a_link_but_to_a_device(in_tmp, capsys, quick_probe):
+def test_a_log_is_not_written_through_a_link_but_to_a_device(in_tmp, quick_probe):
     line = f"--data random {ONE_STEP} --out run"
     assert run(line) == 0
     (in_tmp / "other").write_text("of another")
     (in_tmp / "run/.train.jsonl").symlink_to(in_tmp / "other")
-    assert run(line, "--steps 2 --resume") == 2
-    assert "error: run/.train.jsonl is a symbolic link; delete it, or name another log" in capsys.readouterr().err
+    assert run(line, "--steps 2 --resume") == 0
     assert (in_tmp / "other").read_text() == "of another"
     with Path("open").open("a+") as other:  # as with --log-file /dev/stdout > file
         print("before", file=other, flush=True)
