@@ -165,11 +165,11 @@ class Bench:
         self.layer.train(way.training)
         return self.layer(self.x[:, :tokens])
 
-    def check(self, way: Way) -> None:
-        """The gate: a way against the one-hot formulation with the same share of slots, over as many of the tokens as
-        make small one-hot tensors. Raises WrongResultError on all ranks."""
+    def check(self, way: Way, whole: bool = False) -> None:
+        """The gate: a way against the one-hot formulation with the same share of slots, over the `whole` of the tokens
+        or as many as make small one-hot tensors. Raises WrongResultError on all ranks."""
         tokens = self.tokens
-        while tokens > 1 and way.one_hot_bytes(tokens) > GATE_BYTES:
+        while not whole and tokens > 1 and way.one_hot_bytes(tokens) > GATE_BYTES:
             tokens //= 2
         tolerance = rounding(STAGES, "fp32", max(way.config.d_model, way.config.expert_d_ff))
         want, got = (self.run(each, tokens) for each in (way.changed("einsum", dispatch="einsum"), way))
@@ -251,7 +251,7 @@ def cell(bench: Bench, way: Way, about: dict[str, Any]) -> list[Candidate]:
     rank decides alike. Raises WrongResultError if the two differ."""
     one_hot, sort = way.changed("einsum", dispatch="einsum"), Candidate(bench, way, about)
     fits = not one_hot.too_large(bench.tokens, bench.group)
-    bench.check(way)
+    bench.check(way, whole=fits)
     return [Candidate(bench, one_hot, about, sort)] * fits + [sort]
 
 
