@@ -52,7 +52,10 @@ class ScalingSettings(LayoutOptions):
     objective: Literal["lm", "bert"] = setting("bert", "Predict the next token, or masked tokens and sentence order.")
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
     micro_batch_size: int = setting(4, "Sequences that pass through the model at once.", type=COUNT)
-    global_batch_per_dp: int = setting(16, "Sequences of each data-parallel replica in a step.", type=COUNT)
+    global_batch_per_dp: int | None = setting(
+        None, "Weak scaling: sequences of each data-parallel replica in a step.  [default: 16]", type=COUNT
+    )
+    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all replicas in a step.", type=COUNT)
     precision: tuple[str, ...] = setting(
         ("fp32",), "Precision; may be repeated, to run the whole grid in each.", type=click.Choice(get_args(Precision))
     )
@@ -70,12 +73,18 @@ class ScalingSettings(LayoutOptions):
 
     def shortened(self, alone: bool) -> Self:
         """The settings of a smoke run: what the user has changed stays, and so do layouts of torchrun's ranks."""
-        return self.smaller(**SMOKE | ({} if alone else {"grid": self.grid}))
+        less = SMOKE | ({} if alone else {"grid": self.grid})
+        return self.smaller(**(less | {"global_batch_per_dp": None} if self.global_batch_size else less))
 
     def layouts(self, started: int) -> list[Layout]:
         """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks as it
         started. Raises UserError for the first that cannot be. Options that a layout does not use keep their defaults.
         """
+        if self.global_batch_size and self.global_batch_per_dp:
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} keeps the batch, --global-batch-per-dp "
+                f"{self.global_batch_per_dp} lets it grow with the replicas: give one of the two"
+            )
         grid = [each for each in parse_grid(self.grid) if started in (1, each[0] * each[1] * each[2])]
         if not grid:
             raise UserError(f"{started} ranks were started, and --grid {self.grid} has no layout of {started}")
@@ -84,7 +93,7 @@ class ScalingSettings(LayoutOptions):
             self.layout(
                 f"{tp}x{pp}x{dp}" + ("" if precision == "fp32" else f" {precision}"), tp * pp * dp,
                 objective=self.objective, context=self.context, vocab_size=vocabulary, data=("random",),
-                batch_size=self.global_batch_per_dp * dp,
+                batch_size=self.global_batch_size or (self.global_batch_per_dp or 16) * dp,
                 micro_batch_size=self.micro_batch_size, recompute=self.recompute, tp=tp, pp=pp, dp=dp,
                 precision=precision, zero=self.zero if dp > 1 else 0, schedule=self.schedule if pp > 1 else None,
                 chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
@@ -119,7 +128,7 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
         "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
         "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
         "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
-        "scaling": "weak", "data": "random",
+        "scaling": "strong" if settings.global_batch_size else "weak", "data": "random",
         "base": base.label.split()[0] if base else None, "device": settings.on.type,
         "backend": settings.joined_by(max(2, layout.ranks)), "layout": layout.label.split()[0],
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "ranks": layout.ranks,
@@ -142,7 +151,7 @@ def layout_record(settings: ScalingSettings, layout: Layout, base: Layout | None
         "peak_flops": together,
         "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
     }  # fmt: skip
-    metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes")}
+    metrics |= {name: typical[name] for name in ("timers_ms", "memory_bytes", "gpu_utilisation")}
     return replace(record, metrics=metrics)
 
 

@@ -1,6 +1,7 @@
 """One turn of a layout: its ranks start, take real training steps, and return the time of every part on every rank."""
 
 import math
+import subprocess
 from dataclasses import asdict
 
 import torch
@@ -54,13 +55,15 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _timed_steps(trainer: Trainer, first: int, count: int, group: Group) -> Answer:
-    skipped, steps = [], iter(range(first, first + count))
+    skipped, device, steps = [], trainer.device, iter(range(first, first + count))
     trainer.timers.reset()
-    times = time_ranks(lambda: skipped.append(trainer.step(next(steps)).skipped), group, trainer.device, 0, count)
+    times = time_ranks(lambda: skipped.append(trainer.step(next(steps)).skipped), group, device, 0, count)
+    busy = gpu_utilisation(device)  # at once: it looks back for less than a second
     timers = trainer.timers.by_rank()
     return {
         "samples_ms": times.amax(dim=0).tolist(),
         "timers_ms": {name: [each and each / count for each in values] for name, values in timers.items()},
+        "gpu_utilisation": _of_ranks(busy, group, device),
         "skipped": sum(skipped),
     }
 
@@ -73,6 +76,19 @@ def _of_ranks(value: float | None, group: Group, device: torch.device) -> list[f
     """Every rank's number, in order."""
     every = gather_times([math.nan if value is None else float(value)], group, device)
     return [_number(each) for each in every[:, 0].tolist()]
+
+
+def gpu_utilisation(device: torch.device) -> float | None:
+    """nvidia-smi's percentage of the last moment in which some kernel ran, be it one that waits in a collective; None
+    without such a GPU."""
+    if device.type != "cuda":
+        return None
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", name]
+    try:
+        return float(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def measure_peak(place: Place, recipe: Recipe, budget: float, commit: str | None, side_by_side: bool) -> Answer:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.harness import noise, summarise
@@ -120,13 +120,15 @@ def study_run(record: Record) -> ScalingRun:
     """A record as a row of the study's tables: the timers of the last rank, whose line Megatron-LM prints."""
     config, metrics = record.config, record.metrics
     memory = [each / MEBIBYTE for each in metrics["memory_bytes"] if each is not None]
+    busy = [each for each in metrics["gpu_utilisation"] if each is not None]
     device = record.environment["device"]
     return ScalingRun(
         name=layout_name(record), tp=config["tp"], pp=config["pp"], dp=config["dp"],
         micro_batch_size=config["micro_batch_size"], global_batch_size=config["global_batch_size"],
         ms_per_sample=metrics["ms_per_sample"], seq_length=config["context"],
         timers={name: values[-1] for name, values in metrics["timers_ms"].items() if values[-1] is not None},
-        gpu_memory=(min(memory), max(memory)) if memory else None, peak_flops=metrics["peak_flops"] / config["ranks"],
+        gpu_util=median(busy) if busy else None, gpu_memory=(min(memory), max(memory)) if memory else None,
+        peak_flops=metrics["peak_flops"] / config["ranks"],
         source=f"{config['size']} {config['objective']} in {config['precision']}, {config['backend']} on {device}",
         **own_shape(config),
     )  # fmt: skip

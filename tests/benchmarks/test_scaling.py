@@ -90,6 +90,7 @@ def test_every_layout_is_recorded_beside_one_rank(measured):
         world = record.config["ranks"]
         assert {len(values) for values in record.metrics["timers_ms"].values()} == {world}
         assert len(record.metrics["memory_bytes"]) == world
+        assert record.metrics["gpu_utilisation"] == [None] * world
         assert 0 < record.metrics["mfu"] == record.metrics["hfu"] < 1.1
         assert record.predicted["mean_ms"] > 0
     assert one.predicted["bubble"] == one.metrics["bubble"] == 0
@@ -144,6 +145,8 @@ def test_a_smoke_run_is_short_records_nothing_and_keeps_what_is_given(monkeypatc
     found = smoke(monkeypatch, tmp_path / "none", "--grid", "1x1x2", "--steps", "2", "--context", "16")
     assert found == [("1x1x1", 8, 2, 0, "fp32"), ("1x1x2", 8, 2, 0, "fp32"), ("1x1x2", 8, 1, 2, "fp32")]
     assert "micro-batch 1 x 16" in capsys.readouterr().out
+    strong = smoke(monkeypatch, tmp_path / "none", "--grid", "1x1x1", "--global-batch-size", "8")
+    assert [run[1] for run in strong] == [8] * 2
     assert ScalingSettings().shortened(False).grid == ScalingSettings().grid  # of ranks that were started
 
 

@@ -33,7 +33,7 @@ PEAK = {
 def turn(milliseconds: list[float], world: int = 1, **timers) -> dict:
     timers = {name.replace("_", "-"): values for name, values in timers.items()} or {"forward-compute": [1.0] * world}
     return {
-        "samples_ms": milliseconds, "timers_ms": timers, "skipped": 0,
+        "samples_ms": milliseconds, "timers_ms": timers, "skipped": 0, "gpu_utilisation": [None] * world,
         "memory_bytes": [2.0**20 * (1 + rank) for rank in range(world)],
     }  # fmt: skip
 
@@ -264,3 +264,5 @@ def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     assert options("1x2x1") == (0, 2, "interleaved", False, 8)
     assert options("1x1x2") == (1, 1, None, False, 16)
     assert options("2x2x2") == (1, 2, "interleaved", True, 16)
+    (strong,) = replace(settings, global_batch_per_dp=None, global_batch_size=24, grid="1x1x2").layouts(1)
+    assert strong.shape.global_batch == 24
