@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +30,7 @@ TEMPERATURE = 0.8  # of the softmax from which a sample is drawn
 @contextmanager
 def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Iterator[IO[str]]:
     """Open the log file on rank 0, for this run alone, and make its folders; other ranks write nothing. Every rank
-    must enter. A run that goes on after `done` steps appends, after cutting off the lines of later steps, which it will
+    must enter. A run that goes on after `done` steps appends, after removing the lines of later steps, which it will
     take again. If another run has the file, this raises UserError if the user `named` it; otherwise this run's name
     gets a number. Also raises UserError, on every rank, if it cannot be written."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
@@ -44,7 +44,9 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
                 return
             if not _is_log(path):
                 raise UserError(f"{path} exists and is no log of a run: name another with --log-file FILE")
-            log.truncate(_bytes_up_to(path, done))
+            end, behind = _split(path, done)
+            log.truncate(end)
+            print(behind, end="", file=log, flush=True)
 
     try:
         together("log", begin, path, group)
@@ -79,19 +81,22 @@ def _is_log(path: Path) -> bool:
     return any(begin.startswith(each[: len(begin)]) for each in records)
 
 
-def _bytes_up_to(path: Path, done: int) -> int:
-    """Length of a log up to the last record of the first `done` steps, without a run's last record and what a kill has
-    cut short. Steps follow each other, so later ones are at the end."""
-    end, length = 0, 0
-    for line in path.read_bytes().splitlines(keepends=True) if done else ():
-        length += len(line)
+def _split(path: Path, done: int) -> tuple[int, str]:
+    """Length of a log up to its first line that is not about the first `done` steps, is a run's last one, or was cut
+    short by a kill; and the lines behind that stay: a save beside training is logged after the steps that follow it."""
+
+    def stays(line: bytes) -> bool:
         with suppress(ValueError, RecursionError, AttributeError):  # raised by a line that is no record
             record = json.loads(line)
             step = record.get("step", record.get("resumed", 0))
             whole = line.endswith(b"\n") and "steps" not in record  # which only the last record has
-            if whole and isinstance(step, int) and step <= done:
-                end = length
-    return end
+            return whole and isinstance(step, int) and step <= done
+        return False
+
+    lines = path.read_bytes().splitlines(keepends=True) if done else []
+    before = list(takewhile(stays, lines))
+    behind = [line for line in lines[len(before) :] if stays(line)]
+    return len(b"".join(before)), b"".join(behind).decode(errors="replace")
 
 
 def write_line(record: dict[str, Any], log: IO[str]) -> None:
