@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,9 +30,9 @@ TEMPERATURE = 0.8  # of the softmax from which a sample is drawn
 @contextmanager
 def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Iterator[IO[str]]:
     """Open the log file on rank 0, for this run alone, and make its folders; other ranks write nothing. Every rank
-    must enter. A run that goes on after `done` steps appends, after removing the lines of later steps, which it will
-    take again. If another run has the file, this raises UserError if the user `named` it; otherwise this run's name
-    gets a number. Also raises UserError, on every rank, if it cannot be written."""
+    must enter. A run that goes on after `done` steps appends, after removing lines of later steps, which it will take
+    again. If another run has the file, this raises UserError if the user `named` it; otherwise this run's name gets a
+    number. Also raises UserError, on every rank, if it cannot be written."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:
@@ -44,13 +44,19 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
                 return
             if not _is_log(path):
                 raise UserError(f"{path} exists and is no log of a run: name another with --log-file FILE")
-            end, behind = _split(path, done)
-            log.truncate(end)
-            print(behind, end="", file=log, flush=True)
+            if not done:
+                log.truncate(0)
+                return
+            draft = path.with_name(f".{path.name}")
+            if draft.is_symlink():  # writing would overwrite its target, any file
+                raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
+            draft.write_text(_up_to(path.read_text(errors="replace"), done))
+            draft.replace(path)  # in one step, so that a log of many hours is never lost
+            opened.append(_locked(path, named))
 
     try:
         together("log", begin, path, group)
-        yield opened[0]
+        yield opened[-1]
     finally:
         for log in opened:
             with suppress(OSError):  # `write_line` has warned of it
@@ -81,22 +87,16 @@ def _is_log(path: Path) -> bool:
     return any(begin.startswith(each[: len(begin)]) for each in records)
 
 
-def _split(path: Path, done: int) -> tuple[int, str]:
-    """Length of a log up to its first line that is not about the first `done` steps, is a run's last one, or was cut
-    short by a kill; and the lines behind that stay: a save beside training is logged after the steps that follow it."""
-
-    def stays(line: bytes) -> bool:
+def _up_to(text: str, done: int) -> str:
+    """Keep a log's lines about the first `done` steps, without a run's last one and those that a kill cut short."""
+    lines = []
+    for line in text.splitlines():
         with suppress(ValueError, RecursionError, AttributeError):  # raised by a line that is no record
             record = json.loads(line)
             step = record.get("step", record.get("resumed", 0))
-            whole = line.endswith(b"\n") and "steps" not in record  # which only the last record has
-            return whole and isinstance(step, int) and step <= done
-        return False
-
-    lines = path.read_bytes().splitlines(keepends=True) if done else []
-    before = list(takewhile(stays, lines))
-    behind = [line for line in lines[len(before) :] if stays(line)]
-    return len(b"".join(before)), b"".join(behind).decode(errors="replace")
+            if isinstance(step, int) and step <= done and "steps" not in record:  # only the last line has it
+                lines.append(f"{line}\n")
+    return "".join(lines)
 
 
 def write_line(record: dict[str, Any], log: IO[str]) -> None:

@@ -226,12 +226,13 @@ def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
     assert "log: runs/train.jsonl\n" in capsys.readouterr().out
 
 
-def test_a_log_is_not_written_through_a_link_but_to_a_device(in_tmp, quick_probe):
+def test_a_log_is_not_written_through_a_link_but_to_a_device(in_tmp, capsys, quick_probe):
     line = f"--data random {ONE_STEP} --out run"
     assert run(line) == 0
     (in_tmp / "other").write_text("of another")
     (in_tmp / "run/.train.jsonl").symlink_to(in_tmp / "other")
-    assert run(line, "--steps 2 --resume") == 0
+    assert run(line, "--steps 2 --resume") == 2
+    assert "error: run/.train.jsonl is a symbolic link; delete it, or name another log" in capsys.readouterr().err
     assert (in_tmp / "other").read_text() == "of another"
     with Path("open").open("a+") as other:  # as with --log-file /dev/stdout > file
         print("before", file=other, flush=True)
