@@ -251,7 +251,7 @@ def shown(path: Path) -> None:
     """The tables of a file's runs, as the command prints them."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = run_command(import_log, ["--markdown", str(path)])
+        code = run_command(import_log, [str(path)])
     out.getvalue().encode()
     if code:
         raise UserError(err.getvalue().removesuffix("\n"))

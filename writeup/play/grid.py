@@ -143,4 +143,4 @@ def _model(name: str, recompute: str) -> ModelConfig:
 
 
 if __name__ == "__main__":
-    print(json.dumps(grid()))
+    print(json.dumps(grid(), allow_nan=False))
