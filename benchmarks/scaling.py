@@ -67,8 +67,8 @@ class ScalingSettings(LayoutOptions):
 
     words: ClassVar[dict[str, str]] = {
         " (--batch-size)": "",
-        "raise --tp, --pp or --zero": "choose a smaller --size or fewer ranks in --grid, which share this memory, or "
-        "on GPUs raise tp, pp or --zero",
+        "raise --tp, --pp or --zero": "choose a smaller --size or fewer ranks in --grid, which share this memory (on "
+        "GPUs raise tp, pp or --zero)",
     }
 
     def shortened(self, alone: bool) -> Self:

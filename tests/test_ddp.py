@@ -190,6 +190,11 @@ def views_case(group) -> None:
     buffer = convolution.buckets[0].flat.untyped_storage().data_ptr()
     assert pointwise.grad.untyped_storage().data_ptr() == buffer, "its elements lie in the same order, and are copied"
     torch.optim.SGD(convolution.parameters(), lr=0.1).step()
+    linear = BucketedDDP(nn.Linear(2, 3), group=group)
+    linear(torch.ones(1, 2)).sum().backward()
+    linear.module.weight.grad = linear.module.weight.grad.t().contiguous().t()  # user code may replace it
+    linear.finish_gradient_synchronization()
+    assert linear.module.weight.grad.stride() == (2, 1), "a fused optimizer would pair other elements"
     assert wide.is_contiguous(memory_format=torch.channels_last)
 
 

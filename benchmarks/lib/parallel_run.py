@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+import torch
 from torch import Tensor
 
 from benchmarks.harness import noise, summarise
@@ -15,10 +16,9 @@ from benchmarks.lib.options import COUNT, RankOptions
 from benchmarks.lib.parallel_tables import sheets
 from benchmarks.lib.sheets import show
 from benchmarks.lib.turns import UNTIMED, Arena, Build, Turn, check
-from benchmarks.lib.workload import Case
 from benchmarks.records import Record
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.comm import Place, backend_of, distributed, find_place
+from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost import Hardware, count_parameters, predict
@@ -27,7 +27,7 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import format_bytes, setting
 from cs336_systems.host.machine import device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
@@ -136,6 +136,18 @@ def start(
     start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)
 
 
+def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, device: torch.device) -> None:
+    """Raises UserError on every rank if two copies of the model and one candidate's training state do not fit."""
+    need = sum(observe_passes(config, settings.batch_size, config.context_length).memory("step").values())
+    need += 2 * 4 * sum(count_parameters(config).values())
+    have = room(group, device)
+    if need > have:
+        raise UserError(
+            f"each of {group.size()} ranks needs {format_bytes(need)} and has {format_bytes(have)}; choose a smaller "
+            "--size or --batch-size, or fewer ranks with --nproc"
+        )
+
+
 def worker_run(
     place: Place,
     settings: StepSettings,
@@ -149,9 +161,7 @@ def worker_run(
     gc.freeze()  # torch's half a million objects would be looked through before every turn
     with distributed(device, settings.backend, settings.timeout, place) as group:
         first, backend = group.rank() == 0, backend_of(group)
-        weights = 4 * sum(count_parameters(config).values())  # those of the base and of a copy are there besides
-        case = Case(config, settings.batch_size, "fp32", False, device)
-        case.require_fit(settings.size, "step", room(group, device) - 2 * weights, ("step",))
+        require_room(config, settings, group, device)
         with console.progress("gate", len(candidates), quiet=not first) as advance:
             errors = check(config, candidates, group, device, advance)
         hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)

@@ -66,7 +66,7 @@ EDITIONS: dict[Edition, tuple[Benchmark, ...]] = {"cpu": CPU, "gpu": GPU}
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MINUTES = 8.0  # for all, unless --minutes says otherwise: GPU time is often limited
-HOPELESS = 6.0  # a command on a CPU is stopped after this many times its expected time, and not before
+HOPELESS = 4.0  # a command on a CPU is stopped after this many times its expected time, and not before
 LEAST_MINUTES = 10.0  # this
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
@@ -208,23 +208,29 @@ def measure(run: Benchmark, settings: AllSettings, results: Path, seconds: float
 
 def measure_all(runs: Sequence[Benchmark], settings: AllSettings, results: Path, journal: Journal) -> list[Outcome]:
     """Measure in order, as long as there is time; print the outcome of each and the time that the rest takes."""
-    deadline, outcomes = time.monotonic() + settings.seconds, [skipped(run, settings, journal) for run in runs]
-    todo = [place for place, outcome in enumerate(outcomes) if outcome is None]
-    for number, place in enumerate(todo):
-        run, rest = runs[place], deadline - time.monotonic()
-        expected = journal.seconds(run)
-        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * expected)
-        if min(limit, rest) < min(limit, LEAST if run.gpus else expected):
-            done = Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes do not suffice")
+    deadline, outcomes, pace, spent, foreseen = time.monotonic() + settings.seconds, list[Outcome](), 1.0, 0.0, 0.0
+    todo = [run for run in runs if not skipped(run, settings, journal)]
+    for run in runs:
+        if outcome := skipped(run, settings, journal):
+            outcomes.append(outcome)
+            continue
+        expected, place = journal.seconds(run), todo.index(run)
+        limit = 60 * run.minutes if run.gpus else max(60 * LEAST_MINUTES, HOPELESS * max(1.0, pace) * expected)
+        seconds = min(limit, deadline - time.monotonic())
+        if seconds < min(limit, LEAST if run.gpus else expected):
+            outcomes.append(Outcome(run, "left out", 0.0, f"the {settings.seconds / 60:g} minutes do not suffice"))
         else:
-            left = format_seconds(min(sum(journal.seconds(runs[each]) for each in todo[number:]), rest))
-            print(printable(f"[{number + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)
-            done = measure(run, settings, results, min(limit, rest))
+            left = format_seconds(min(pace * sum(map(journal.seconds, todo[place:])), deadline - time.monotonic()))
+            print(printable(f"[{place + 1}/{len(todo)}] about {left} left: {run.command}"), flush=True)
+            outcomes.append(measure(run, settings, results, seconds))
+        done = outcomes[-1]
         print(printable(f"  {done.status} ({format_seconds(done.seconds)}) {done.remark}".rstrip()), flush=True)
-        if done.status == "ok" and not settings.smoke:
-            journal.add(run, done.seconds)
-        outcomes[place] = done
-    return [outcome for outcome in outcomes if outcome]
+        if done.status == "ok":  # a command that fails at once says nothing about the machine's speed
+            spent, foreseen = spent + done.seconds, foreseen + expected
+            pace = spent / foreseen
+            if not settings.smoke:
+                journal.add(run, done.seconds)
+    return outcomes
 
 
 def skipped(run: Benchmark, settings: AllSettings, journal: Journal) -> Outcome | None:

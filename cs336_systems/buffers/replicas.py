@@ -151,7 +151,8 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
             continue
         bucket.used = set()
         for p in bucket.parameters:  # torch's fused optimizers pair elements by address
-            if p.grad is not None and not p.is_contiguous():
+            plain = p.is_contiguous() and (p.grad is None or p.grad.is_contiguous())  # strides of axes of 1 may differ
+            if p.grad is not None and not plain and p.grad.stride() != p.stride():
                 p.grad = torch.empty_like(p).copy_(p.grad)
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None

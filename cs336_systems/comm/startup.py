@@ -127,6 +127,10 @@ def choose_backend(backend: str | None, device: torch.device, place: Place) -> s
     if backend == "shm" and not shares:
         raise UserError("--backend shm joins ranks on the CPU of one machine, Linux on x86-64; use --backend gloo")
     if backend == "nccl":
+        if device.type == "cpu" and torch.cuda.device_count():
+            raise UserError(
+                "--backend nccl moves tensors between GPUs, and these ranks are on the CPU; use --backend gloo"
+            )
         if device.type != "cuda" or not dist.is_nccl_available():
             raise UserError("--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo")
         if (gpus := torch.cuda.device_count()) < place.local_world_size:

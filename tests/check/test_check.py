@@ -349,6 +349,10 @@ def test_a_missing_wait_is_seen_behind_an_import_by_name(tmp_path):
     (tmp_path / "mine.py").write_text(source)
     report = check(load(f"{tmp_path}/mine.py:StudentDDP")[0][0], only=("training", WAITS))
     assert report.of(WAITS).cause == "never synchronised", report
+    coalesced = source.replace(" all_reduce(flat", " dist.all_reduce_coalesced([flat]")
+    (tmp_path / "other.py").write_text(f"import warnings\nwarnings.simplefilter('ignore')\n{coalesced}")  # deprecated
+    report = check(load(f"{tmp_path}/other.py:StudentDDP")[0][0], only=WAITS)
+    assert report.of(WAITS).cause == "never synchronised", report
     polled = "            while not work.is_completed():\n                pass\n"
     assert_right(make(DDP, "            work.wait()\n", polled), only=WAITS)
 

@@ -94,6 +94,7 @@ def test_a_process_alone_with_too_short_a_timeout_is_told_of_its_own_store(envir
     ("backend", "device", "gpus", "words"),
     [
         ("nccl", "cpu", 0, "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo"),
+        ("nccl", "cpu", 2, "--backend nccl moves tensors between GPUs, and these ranks are on the CPU; use --backend"),
         ("mpi", "cpu", 0, "--backend mpi does not exist here; it is shm, gloo or nccl"),
         ("nccl", "cuda", 1, "nccl needs a GPU a rank: 2 ranks, 1 GPU(s)"),
     ],

@@ -142,6 +142,9 @@ def test_another_process_computes_the_same_and_is_ended_if_nobody_asks(data, mon
     with pytest.raises(ZeroDivisionError), page.numbers_ahead():
         raise ZeroDivisionError
     assert [each.returncode for each in started] == [0, -signal.SIGKILL]
+    monkeypatch.setattr(page, "Popen", lambda words, **options: open_process(["false"], **options))
+    with pytest.raises(UserError, match="ended with code 1"), page.numbers_ahead() as numbers:
+        numbers()
 
 
 def test_other_pages_stay_as_they_are():

@@ -8,6 +8,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
+from cs336_systems.errors import UserError
 from writeup.play.grid import grid
 from writeup.play.steps import steps
 
@@ -36,11 +37,18 @@ def data(layouts: dict[str, Any] | None = None) -> str:
 
 @contextmanager
 def numbers_ahead() -> Iterator[Callable[[], str]]:
-    """`data` for the end of the block, in which another core computes the grid."""
+    """`data` for the end of the block, in which another core computes the grid. Raises UserError if that failed."""
     command = [sys.executable, "-m", "writeup.play.grid"]
     # In a session of its own, it does not get Ctrl-C, after which it would print a traceback: it is killed.
     with Popen(command, cwd=HERE.parents[1], stdout=PIPE, text=True, start_new_session=True) as process:
+
+        def collected() -> str:
+            said, _ = process.communicate()
+            if process.returncode:
+                raise UserError(f"the page's layouts: {' '.join(command)} ended with code {process.returncode}")
+            return data(json.loads(said))
+
         try:
-            yield lambda: data(json.loads(process.communicate()[0]))
+            yield collected
         finally:
             process.kill()  # if nobody asked, or the build failed
