@@ -23,7 +23,7 @@ class MasterAdamW(AdamW):
     load weights before the first step, or together with their state (that of `AdamW` has no masters: the next step
     makes them). `timer` makes a context for each phase of a step, under Megatron-LM's names."""
 
-    moments_dtype = torch.float32
+    moments_dtype = torch.float32  # the least; ShardedOptimizer reads it when it loads a state
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
 
     def update_all(self, used: list[tuple[Any, dict[str, Any]]], multiplier: Tensor | float | None = None) -> None:
