@@ -36,7 +36,7 @@ INSTEAD = "write the run into a list instead, as in docs/cost.md"
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What a log may lack: the machine, how attention ran, and the length of the vocabulary."""
+    """Entries that a log may lack: the machine, how attention ran, and the length of the vocabulary."""
 
     system: System | None = None
     attention: Attention | None = None
