@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.host import load
 from tests.support.leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401, hooks
-from tests.support.machine import made_up, seed_cpus_alone
+from tests.support.machine import made_up, seed_cpus_alone, use_huge_pages
 
 gc.disable()  # until all is imported and collected: there is nothing to free
 
@@ -171,6 +171,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_huge_pages()
 
 
 @pytest.fixture(autouse=True, scope="module")

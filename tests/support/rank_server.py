@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from cs336_systems.comm import Place, distributed
-from tests.support.machine import seed_cpus_alone
+from tests.support.machine import seed_cpus_alone, use_huge_pages
 
 # Imported once here rather than by every child.
 for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils.checkpoint", "cs336_systems.train"):
@@ -209,6 +209,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with who has started this
     note_code()
     gc.freeze()
+    use_huge_pages()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{sys.argv[1]}")
