@@ -39,20 +39,21 @@ def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Ite
         with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             opened.append(log := _locked(path, named))
+            own = Path(log.name)
             # A device, or a link to a file that is open, such as /dev/stdout: nothing there is deleted.
-            if not path.is_file() or (path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")):
+            if not own.is_file() or (own.is_symlink() and own.absolute().parts[1] in ("dev", "proc")):
                 return
-            if not _is_log(path):
-                raise UserError(f"{path} exists and is no log of a run: name another with --log-file FILE")
+            if not _is_log(own):
+                raise UserError(f"{own} exists and is no log of a run: name another with --log-file FILE")
             if not done:
                 log.truncate(0)
                 return
-            draft = path.with_name(f".{path.name}")
+            draft = own.with_name(f".{own.name}")
             if draft.is_symlink():  # writing would overwrite its target, any file
                 raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
-            draft.write_text(_up_to(path.read_text(errors="replace"), done))
-            draft.replace(path)  # in one step, so that a log of many hours is never lost
-            opened.append(_locked(path, named))
+            draft.write_text(_up_to(own.read_text(errors="replace"), done))
+            draft.replace(own)  # in one step, so that a log of many hours is never lost
+            opened.append(_locked(own, named))
 
     try:
         together("log", begin, path, group)

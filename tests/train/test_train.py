@@ -217,6 +217,10 @@ def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
         other.write(of_another := '{"step": 1}\n')
         assert run(short) == 0
         assert "log: runs/train-2.jsonl\n" in capsys.readouterr().out
+        Path("runs/train-2.jsonl").write_text("notes")
+        assert run(short) == 2
+        assert "runs/train-2.jsonl exists and is no log of a run" in capsys.readouterr().err
+        assert Path("runs/train-2.jsonl").read_text() == "notes"
         assert run(short, "--log-file runs/train.jsonl") == 2
         line = "error: another run writes its log to runs/train.jsonl: name another with --log-file FILE\n"
         assert capsys.readouterr().err.endswith(line)
