@@ -179,8 +179,7 @@ def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -
     """Summarise a run in some lines; it may have begun after `done` steps of an earlier one."""
     recipe, loss, (least, most) = trainer.recipe, final["validation_loss"], final["peak_memory"]
     text = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
-    measured = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
-    text += f"validation loss {measured}"
+    text += "validation loss " + ("not measured: no text is left" if loss is None else f"{loss:.3f} nats a token")
     if "validation_sop_loss" in final:
         text += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     of_bytes = not recipe.data.is_random and not recipe.model.is_bert
