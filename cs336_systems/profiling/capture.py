@@ -4,6 +4,7 @@ warm-up, and under the key "cs336" what that lacks: the rank, and the storages i
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -103,8 +104,7 @@ class Capture:
         with record_function("warm-up"):
             pass
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda" and not self.nvtx)]
-        wanted: Any = {"record_shapes": True, "profile_memory": True, "acc_events": True}
-        self.profiler = profile(activities=activities, **wanted)
+        self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
         self._synchronise()
@@ -201,10 +201,12 @@ class Capture:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT."""
+    """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT, and Python's
+    warnings, except that of torch 2.11 about cycles, of which there is one."""
     stderr = os.dup(2)
     sys.stderr.flush()
-    with TemporaryFile() as caught:
+    with TemporaryFile() as caught, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
         os.dup2(caught.fileno(), 2)
         try:
             yield
