@@ -63,8 +63,7 @@ class Capture:
         if warmup < 0 or steps < 1:
             raise UserError(f"warmup {warmup} must not be negative, and steps {steps} be one at least")
         self.folder, self.group, self.model, self.meta = Path(folder), group, model, meta or {}
-        self.warmup, self.steps, self.total = warmup, steps, warmup + steps
-        self.tags, self.nvtx = tags, nvtx
+        self.warmup, self.steps, self.total, self.tags, self.nvtx = warmup, steps, warmup + steps, tags, nvtx
         self.held = lambda: describe(held_by(model, optimizer))
         first = next(model.parameters(), None) if model is not None else None
         default = first.device if first is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,8 +200,7 @@ class Capture:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT, and Python's
-    warnings, except that of torch 2.11 about cycles, of which there is one."""
+    """Keep back lines that begin with USDT, of all that is written to stderr, and torch 2.11's warning about cycles."""
     stderr = os.dup(2)
     sys.stderr.flush()
     with TemporaryFile() as caught, warnings.catch_warnings():
