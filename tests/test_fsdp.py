@@ -339,13 +339,16 @@ def compiled_case(group) -> None:
     tokens, gradients = torch.arange(7).view(1, 7) + group.rank(), []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = TransformerLM(replace(TOY, num_layers=2))
-        for block in model.blocks if compiled else ():
+        # One block, as to trace one takes seconds; two layers of the same code, each with its own weights.
+        model, layers = TransformerLM(replace(TOY, num_layers=1)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for block in (*model.blocks, *layers) if compiled else ():
             block.compile(backend="eager")
-        wrapper = FSDP(model, group=group)
-        lm_loss(wrapper, tokens, tokens).backward()
-        wrapper.finish_gradient_synchronization()
-        gradients.append([p.grad.as_subclass(torch.Tensor) for p in wrapper.parameters()])
+        layers, wrapper = FSDP(layers, group=group), FSDP(model, group=group)
+        loss = lm_loss(wrapper, tokens, tokens) + layers(tokens.new_ones(1, 4, dtype=torch.float32)).sum()
+        loss.backward()
+        for each in (layers, wrapper):
+            each.finish_gradient_synchronization()
+        gradients.append([p.grad.as_subclass(torch.Tensor) for p in (*layers.parameters(), *wrapper.parameters())])
     assert all(map(torch.equal, *gradients))
     for whole in (torch.compile(wrapper, backend="eager"), wrapper):
         if whole is wrapper:

@@ -81,7 +81,7 @@ def count_calls(
         run = capture.profiler
     else:
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        with quiet_profiler(), profile(activities=activities, acc_events=True) as run:
+        with quiet_profiler(), profile(activities=activities) as run:
             score()
     return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run), allow_nan=False), world)]
 

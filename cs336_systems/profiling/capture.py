@@ -4,6 +4,7 @@ warm-up, and under the key "cs336" what that lacks: the rank, and the storages i
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -62,8 +63,7 @@ class Capture:
         if warmup < 0 or steps < 1:
             raise UserError(f"warmup {warmup} must not be negative, and steps {steps} be one at least")
         self.folder, self.group, self.model, self.meta = Path(folder), group, model, meta or {}
-        self.warmup, self.steps, self.total = warmup, steps, warmup + steps
-        self.tags, self.nvtx = tags, nvtx
+        self.warmup, self.steps, self.total, self.tags, self.nvtx = warmup, steps, warmup + steps, tags, nvtx
         self.held = lambda: describe(held_by(model, optimizer))
         first = next(model.parameters(), None) if model is not None else None
         default = first.device if first is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,8 +103,7 @@ class Capture:
         with record_function("warm-up"):
             pass
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda" and not self.nvtx)]
-        wanted: Any = {"record_shapes": True, "profile_memory": True, "acc_events": True}
-        self.profiler = profile(activities=activities, **wanted)
+        self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
         self._synchronise()
@@ -201,10 +200,11 @@ class Capture:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT."""
+    """Keep back lines that begin with USDT, of all that is written to stderr, and torch 2.11's warning about cycles."""
     stderr = os.dup(2)
     sys.stderr.flush()
-    with TemporaryFile() as caught:
+    with TemporaryFile() as caught, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
         os.dup2(caught.fileno(), 2)
         try:
             yield

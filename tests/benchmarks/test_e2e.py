@@ -225,6 +225,7 @@ def test_the_gate_stops_what_is_wrong(name, size, precision, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
-def test_a_compiled_model_passes_the_gate():
+def test_a_compiled_model_passes_the_gate(monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # starting others takes longer than they save
     error, tolerance = check(Case(replace(SMALL, num_layers=1), 2, "fp32", True, CPU))
     assert 0 < error < tolerance

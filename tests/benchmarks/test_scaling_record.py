@@ -132,7 +132,8 @@ def studied(settings: ScalingSettings, launcher: FakeLauncher, monkeypatch, firs
 
 
 def test_layouts_take_turns_once_the_gate_is_passed(monkeypatch):
-    settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu", rounds=2, precision=("fp32", "bf16"))
+    short = {"rounds": 2, "micro_batch_size": 16}  # one microbatch is observed sooner than four
+    settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu", precision=("fp32", "bf16"), **short)
     launcher = FakeLauncher()
     study = studied(settings, launcher, monkeypatch)
     study.check()

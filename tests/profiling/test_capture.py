@@ -1,6 +1,7 @@
 """Capture on one rank and on several: what is written, and what it leaves alone."""
 
 import gc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from cs336_systems.comm.events import is_profiling
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
+from cs336_systems.profiling.capture import quiet_profiler
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.trace import Span, Trace, trace_files, trace_name
 from tests.support import ranks
@@ -151,6 +153,15 @@ def test_a_cpu_run_leaves_the_gpu_alone(tmp_path, monkeypatch):
     run_steps(tmp_path / "by its model")
     with Capture(tmp_path / "told", device="cpu"):
         torch.ones(1)
+
+
+def test_of_warnings_only_that_about_cycles_is_kept_back():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with quiet_profiler():
+            for text in ("Warning: Profiler clears events at the end of each cycle.", "another"):
+                warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(each.message) for each in caught] == ["another"]
 
 
 def test_nvtx_ranges_bear_the_same_names(tmp_path, monkeypatch):
