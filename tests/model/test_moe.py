@@ -246,10 +246,10 @@ def test_an_experts_first_weights_depend_on_its_global_number_alone():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_experts_survive_compilation():
-    # Within a model of one such layer; a whole model, a dense one, is compiled in tests/benchmarks/test_e2e.py.
+    # One block of a model; a whole model, a dense one, is compiled in tests/benchmarks/test_e2e.py.
     model = model_of(Mixture(), num_layers=1, expert_every=1)
     want = model(TOKENS)
-    model.blocks[0].feed_forward.compile(backend="eager")
+    model.blocks[0].compile(backend="eager")
     got = model(TOKENS)
     assert relative_error(got, want) < bound(torch.float32, stages=20, longest_sum=24)
 
