@@ -129,16 +129,15 @@ def saved_rows(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
-    """Mark tensors of a loaded optimizer state as rows. Raises UserError for rows of another rank."""
+    """Mark tensors of a loaded optimizer state as rows. Raises UserError for rows of another rank, and for all rows."""
     with raw():
-        found = {key: v for key, v in state.items() if type(v) is Tensor and v.shape == shard.shape}
-        for key, value in found.items():
-            if (rows := saved_rows(value)) not in (None, mine := shard.rows.span):
-                raise fault(
-                    f"the {key} of {shard.rows.name} that was loaded is of rows {rows[0]} to {rows[1]}, and this rank "
-                    f"has rows {mine[0]} to {mine[1]}: load what this rank saved"
-                )
-            state[key] = as_shard(value, shard.rows)
+        name, mine, total, _ = shard.rows
+        for key, value in ((key, v) for key, v in state.items() if type(v) is Tensor):
+            rows = saved_rows(value) or ((0, total) if value.shape == (total, *shard.shape[1:]) else mine)
+            if rows != mine:
+                here = f"this rank has rows {mine[0]} to {mine[1]}: load what this rank saved"
+                raise fault(f"the {key} of {name} that was loaded is of rows {rows[0]} to {rows[1]}, and {here}")
+            state[key] = as_shard(value, shard.rows) if value.shape == shard.shape else value
 
 
 def refusal(name: str, shard: ShardTensor) -> UserError:

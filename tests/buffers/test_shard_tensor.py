@@ -114,7 +114,8 @@ def test_penalties_that_weigh_differently_by_rank_equal_one_process(world_size):
 
 
 def resumed_case(group, folder: str) -> None:
-    """An optimizer whose state came from this rank's file goes on as one process; another rank's file is refused."""
+    """An optimizer whose state came from this rank's file goes on as one process; another rank's file, and the state of
+    all rows, are refused."""
     bare, model = make(seed=0), FSDP(make(seed=0))
     plain, optimizer = (LARS(each.parameters(), 0.1) for each in (bare, model))
     for step in range(3):
@@ -133,11 +134,13 @@ def resumed_case(group, folder: str) -> None:
     full = model.gather_full_params()
     for name, value in bare.state_dict().items():
         torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
-    optimizer.load_state_dict(torch.load(f"{folder}/{1 - group.rank()}", weights_only=True)[1])
-    loss_of(model, 3).backward()
-    model.finish_gradient_synchronization()
-    with pytest.raises(UserError, match=r"of \w+.weight (that was loaded is of rows|would see rows)"):
-        optimizer.step()
+    other = torch.load(f"{folder}/{1 - group.rank()}", weights_only=True)[1]
+    for state in (other, plain.state_dict()):  # of the other rank, and of all rows
+        optimizer.load_state_dict(state)
+        loss_of(model, 3).backward()
+        model.finish_gradient_synchronization()
+        with pytest.raises(UserError, match=r"of \w+.weight that was loaded is of rows"):
+            optimizer.step()
 
 
 def test_a_state_from_a_file_knows_which_rows_it_has(tmp_path):
