@@ -28,6 +28,7 @@ SMALLER = {
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("", "Missing command."),
         ("roofline --out a.gif", "--out a.gif should end in .svg, .png, .pdf"),
         ("roofline --out nowhere/a.png", "cannot write nowhere/a.png: there is no folder nowhere"),
         ("roofline --out a.svg --tp 5", "96 heads do not divide over tp 5: choose a tp that divides 96"),

@@ -32,7 +32,7 @@ out_option = click.option(
 )  # fmt: skip
 
 
-@click.group(epilog=DOMAIN)
+@click.group(no_args_is_help=False, epilog=DOMAIN)
 def command() -> None:
     """Pictures of predictions: a roofline, what steps are made of, and scaling curves.
 
