@@ -51,9 +51,7 @@ def proof(tmp_path_factory):
     return Proof(tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(each, marks=[pytest.mark.slow] * (each > 2)) for each in LAYOUTS], ids=str
-)
+@pytest.mark.parametrize("ranks", LAYOUTS, ids=str)
 def test_split_and_packed_sequences_learn_what_one_process_learns(proof, ranks):
     layouts = LAYOUTS[ranks]
     assert {layout.ranks for layout in layouts} == {ranks}
