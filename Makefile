@@ -50,7 +50,7 @@ WORKERS ?= 3
 # are hidden: beside one, a process that has computed gradients cannot fork ranks.
 PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --maxfail 25
 
-test: $(VENV)/.dev ## run the tests (no GPU needed; three to six minutes on two cores)
+test: $(VENV)/.dev ## run the tests (no GPU needed; three to seven minutes on two cores)
 	$(PYTEST) -m "not slow"
 
 proof: $(VENV)/.dev ## run the proof alone: equality, misuse, kernels against float64, crashes, broken variants
