@@ -25,10 +25,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 
 
 # `make proof`: strategies equal to one process, misuse right or refused by name, kernels against float64, the model
-# against a second transformer, crashes, broken variants, overlap against HTA, observed traffic against that of ranks.
+# against a second transformer, crashes, broken variants, overlap against HTA, dry runs (slow ones in `make test-all`).
 PROOF = (
     *("test_ddp", "test_zero", "test_fsdp", "test_sharded_optimizer", "test_layouts", "test_layouts_mixed"),
-    *("test_expert_layouts", "test_expert_parallel", "test_pipeline", "test_gallery"),
+    *("test_expert_layouts", "test_expert_parallel", "test_context_parallel", "test_pipeline", "test_gallery"),
     *("test_faults_ddp", "test_faults_backward", "test_faults_optimizer", "test_faults_zero", "buffers/test_guards"),
     *(f"kernels/test_{name}" for name in ("reference", "rmsnorm", "flash_attention", "cross_entropy", "swiglu")),
     *(f"kernels/test_{name}" for name in ("fused_adamw", "weighted_sum", "every_kernel")),
