@@ -1,4 +1,4 @@
-"""A machine of made-up speed, models of one layer, and forks that are cheap: real ones take seconds."""
+"""A machine of made-up speed and models of one layer, as real ones take seconds; and memory that forks cheaply."""
 
 import ctypes
 from contextlib import suppress
@@ -9,6 +9,7 @@ import torch
 
 from cs336_systems.cost import Hardware
 
+MADV_COLLAPSE = 25  # of linux/mman.h
 FAST = Hardware("fast", 1e12, 1e11, "made up")
 
 
@@ -29,7 +30,7 @@ def use_huge_pages() -> None:
             span, access, *_, name = f"{line} ".split(" ", 5)
             begin, end = (int(each, 16) // page * page for each in span.split("-"))
             if access == "rw-p" and name.strip() in ("", "[heap]") and begin + page < end:
-                collapse(ctypes.c_void_p(begin + page), ctypes.c_size_t(end - begin - page), 25)
+                collapse(ctypes.c_void_p(begin + page), ctypes.c_size_t(end - begin - page), MADV_COLLAPSE)
 
 
 def made_up(*_: object, **__: object) -> Hardware:
